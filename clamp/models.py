@@ -179,12 +179,12 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
 
     def casting(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if input_dtype is None:
-                result = method(*args, **kwargs)
+                result = method(self, *args, **kwargs)
             else:
                 with CastArguments(args, kwargs, input_dtype, say_nothing, use_cache=False) as (args, kwargs):
-                    result = method(*args, **kwargs)
+                    result = method(self, *args, **kwargs)
             return result if output_dtype is None else casts_to(output_dtype, say_nothing, use_cache=False)(result)
 
         return call
@@ -193,16 +193,8 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
     names["_input_dtype"] = input_dtype
     for name in ("__call__", "forward"):
         if callable(getattr(base, name, None)):
-            names[name] = _bound(casting, getattr(base, name))
+            names[name] = casting(getattr(base, name))
     model.__class__ = type(base.__name__, (base,), names)
-
-
-def _bound(casting: Callable[[Callable[..., Any]], Callable[..., Any]], method: Callable[..., Any]) -> Any:
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return casting(method.__get__(self))(*args, **kwargs)
-
-    return call
 
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -215,33 +207,23 @@ def save_as(model: Any, dtype: str) -> None:
     """
     for layer in modules(model):
         if callable(getattr(layer, "state_dict", None)):
-            layer.state_dict = _saving(layer, dtype)
+            layer.state_dict = _with_masters(layer, layer.state_dict, dtype)
         if callable(getattr(layer, "load_state_dict", None)):
-            layer.load_state_dict = _loading(layer)
+            layer.load_state_dict = _with_masters(layer, layer.load_state_dict, None)
 
 
-def _saving(layer: Any, dtype: str) -> Callable[..., Any]:
-    original = getattr(layer.state_dict, "_original", layer.state_dict)
-
-    @wraps(original)
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
-        with showing_masters(layer.parameters()):
-            return _converted(original(*args, **kwargs), dtype)
-
-    state_dict._original = original  # type: ignore[attr-defined]
-    return state_dict
-
-
-def _loading(layer: Any) -> Callable[..., Any]:
-    original = getattr(layer.load_state_dict, "_original", layer.load_state_dict)
+def _with_masters(layer: Any, method: Any, saves: str | None) -> Callable[..., Any]:
+    """A layer's ``state_dict``, which saves in a dtype, or its ``load_state_dict``, of its masters."""
+    original = getattr(method, "_original", method)
 
     @wraps(original)
-    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        with showing_masters(layer.parameters(), load=True):
-            return original(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with showing_masters(layer.parameters(), load=saves is None):
+            found = original(*args, **kwargs)
+            return found if saves is None else _converted(found, saves)
 
-    load_state_dict._original = original  # type: ignore[attr-defined]
-    return load_state_dict
+    call._original = original  # type: ignore[attr-defined]
+    return call
 
 
 def _converted(state: Any, dtype: str) -> Any:

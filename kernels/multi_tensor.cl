@@ -79,15 +79,14 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
     y += t.begin;
 #endif
 
-    const size_t vectors = t.count / 16;
     int16 bad16 = 0;
-    for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0)) {
-        const float16 v = MULTIPLIED(LOAD16(X_T, x, 16 * i));
+    EACH_VECTOR(i, 0, t.count) {
+        const float16 v = MULTIPLIED(LOAD16(X_T, x, i));
         bad16 |= (as_int16(v) & INFINITE) == INFINITE;
-        WRITE(STORE16, v, 16 * i);
+        WRITE(STORE16, v, i);
     }
     int bad = any(bad16);
-    ONE_BY_ONE for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0)) {
+    ONE_BY_ONE for (size_t i = t.count / 16 * 16 + get_local_id(0); i < t.count; i += get_local_size(0)) {
         const float v = MULTIPLIED(LOAD(X_T, x, i));
         bad |= (as_int(v) & INFINITE) == INFINITE;
         WRITE(STORE, v, i);
@@ -95,9 +94,8 @@ __kernel void unscale(__global const tile *restrict tiles, __global unscale_stat
     if (!bad) return;
     // Which of the two it was is asked of the few tiles that have one.
     int found = 0;
-    for (size_t i = get_local_id(0); i < vectors; i += get_local_size(0))
-        ONE_BY_ONE for (size_t k = 16 * i; k < 16 * i + 16; k++) found |= KIND(as_int(RESULT(k)));
-    ONE_BY_ONE for (size_t i = 16 * vectors + get_local_id(0); i < t.count; i += get_local_size(0))
+    EACH_VECTOR(i, 0, t.count) ONE_BY_ONE for (size_t k = i; k < i + 16; k++) found |= KIND(as_int(RESULT(k)));
+    ONE_BY_ONE for (size_t i = t.count / 16 * 16 + get_local_id(0); i < t.count; i += get_local_size(0))
         found |= KIND(as_int(RESULT(i)));
     atomic_or(&state->found, found);
 }

@@ -482,11 +482,10 @@ __kernel void NAME(__global const tile *restrict tiles CHANCE_PARAMETERS CAT(NUM
         if (place == 0 && block < end) greatest[0] = most_m, greatest[1] = most_v;
     }
 #else
-    const size_t last = end - of.count % 16;
-    for (size_t i = of.begin + 16 * get_local_id(0); i < last; i += 16 * get_local_size(0)) {
+    EACH_VECTOR(i, of.begin, of.count) {
         STEP(float16, LOAD16, STORE16, i)
     }
-    for (size_t i = last + get_local_id(0); i < end; i += get_local_size(0)) {
+    for (size_t i = end - of.count % 16 + get_local_id(0); i < end; i += get_local_size(0)) {
         STEP(float, LOAD, STORE, i)
     }
 #endif

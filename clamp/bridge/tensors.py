@@ -88,21 +88,16 @@ _own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, ow
 
 
 class _Place(NamedTuple):
-    """The last queue that a tensor was made on, and what tensors there have in common.
-
-    Attributes:
-        attributes: of a tensor without memory.
-        pool_of, pool_code: what found the pool, and its code, which AMP exchanges; only if it finds the same one
-            always, which a recording's does not.
-        new: how much memory the pool had made anew at the last look.
-    """
+    """The last queue that a tensor was made on, and what tensors there have in common."""
 
     queue: cl.CommandQueue | None
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # of a tensor without memory
+    # pool_of, pool_code: what found the pool, and its code, which AMP exchanges; only if it finds the same one
+    # always, which a recording's does not
     pool_of: Any
     pool_code: Any
     pool: Any
-    new: list[int]
+    new: list[int]  # how much memory the pool had made anew at the last look
 
 
 _place = _Place(None, {}, None, None, None, [0])

@@ -27,21 +27,13 @@ Piece: TypeAlias = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Update:
-    """The next step of an optimizer.
+    """The next step of an optimizer."""
 
-    Attributes:
-        rule: what is computed, by its name in kernels/optimizer_step.cl.
-        numbers: of the rule, of the kernel's types.
-        kept: what holds the state; the same objects as long as the state lies where it lay.
-        states: makes the buffers of the state, for each kind one a parameter.
-        counted: the optimizer's count of steps after it; None if it keeps none.
-    """
-
-    rule: str
-    numbers: tuple[np.generic, ...]
-    kept: Buffers
-    states: Callable[[], list[Buffers]]
-    counted: int | None = None
+    rule: str  # what is computed, by its name in kernels/optimizer_step.cl
+    numbers: tuple[np.generic, ...]  # of the rule, of the kernel's types
+    kept: Buffers  # what holds the state; the same objects as long as the state lies where it lay
+    states: Callable[[], list[Buffers]]  # makes the buffers of the state, for each kind one a parameter
+    counted: int | None = None  # the optimizer's count of steps after it; None if it keeps none
 
 
 def is_netcls_step(step: Any) -> bool:

@@ -28,7 +28,7 @@ from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
 from clamp.interrupts import holding, of_threads
 from clamp.ops.cast import cast
-from clamp.ops.layer_scale import fitted, taken_off
+from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery, graphs
 from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cast, weights

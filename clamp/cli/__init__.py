@@ -13,40 +13,20 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pyopencl as cl
 
 import clamp
 from clamp.casting.policy_table import CastPolicy
-from clamp.cli.devices import UnknownDeviceError, add_device_option
+from clamp.cli.devices import UnknownDeviceError
 from clamp.opencl.device import NoDeviceError
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 SMALL_WORKS = ("first-step", "small")  # mostly Python's
-WORKS = (
-    *USUAL_WORKS,
-    "decoder",
-    "guide",
-    "resnet",
-    "memory",
-    *SMALL_WORKS,
-)  # guide and resnet: minutes of netcl on a CPU
-LAYOUTS = ("NN", "NT", "TN", "TT")
-CONVS = ("few", "resnet18", "one")
-_MODULES = {
-    "bench": "clamp.cli.bench.command",
-    "compare": "clamp.cli.trace",
-    "doctor": "clamp.cli.doctor",
-    "lists": "clamp.cli.lists",
-    "report": "clamp.cli.report",
-    "run": "clamp.cli.run",
-    "trace": "clamp.cli.trace",
-    "tune": "clamp.cli.tune",
-    "warm": "clamp.cli.warm",
-}
-TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
-POLICIES = tuple(policy.value for policy in CastPolicy)
+# guide and resnet: minutes of netcl on a CPU
+WORKS = (*USUAL_WORKS, "decoder", "guide", "resnet", "memory", *SMALL_WORKS)
 EXTRAS = ("rich",)  # packages of the extra "cli" that commands import
 
 
@@ -61,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = arguments(argv)
     try:
-        command = importlib.import_module(_MODULES[args.command])
+        command = importlib.import_module(_COMMANDS[args.command][0])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
@@ -86,156 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a command, read as `main` reads them."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m clamp", description="Automatic mixed precision for netcl.")
+    parser.add_argument("--version", action="version", version=f"clamp {clamp.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, what, options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=what)
+        for names, how in options:
+            command.add_argument(*names, **how)
+    args = parser.parse_args(argv)
     if getattr(args, "works", None):
         args.only = tuple(args.works)
     return args
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m clamp", description="Automatic mixed precision for netcl.")
-    parser.add_argument("--version", action="version", version=f"clamp {clamp.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="what clamp finds on this machine, and whether it computes correctly")
-    add_device_option(doctor, default="all of them")
-    _add_lists(commands.add_parser("lists", help="which netcl function runs in which precision, and why"))
-    _add_bench(commands.add_parser("bench", help="time clamp against netcl, numpy and torch, side by side"))
-    _add_tune(commands.add_parser("tune", help="measure how a GPU's matrix units multiply fastest, and keep it"))
-    _add_report(commands.add_parser("report", help="make a page of a run, to open in any browser"))
-    _add_run(commands.add_parser("run", help="train a script of netcl's in mixed precision, as it is"))
-    _add_trace(commands.add_parser("trace", help="write what each op of a script's first steps gives, to compare with"))
-    _add_compare(
-        commands.add_parser("compare", help="say which op of a script's first steps gives other bits than then")
-    )
-    _add_warm(commands.add_parser("warm", help="compile what training steps need before they do: for images and CI"))
-    return parser
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)")
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    _add_dtype(parser)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)")
-    _add_script(parser)
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    _add_dtype(parser)
-    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes")
-    _add_script(parser)
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written")
-    _add_script(parser)
-
-
-def _add_script(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as after python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="a script of netcl's, as it is; see docs/zero-lines.md")
-    parser.add_argument("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-
-
-def _add_dtype(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)"
-    )
-
-
-def _add_warm(parser: argparse.ArgumentParser) -> None:
-    add_device_option(parser)
-    parser.add_argument(
-        "--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
-        help="mlp, cnn, lm (all three), or a training script, which is run until its second step is done",
-    )  # fmt: skip
-    parser.add_argument(
-        "--list", action="store_true", help="compile everything anew, keep nothing, and print what each program takes"
-    )
-
-
-def _add_tune(parser: argparse.ArgumentParser) -> None:
-    add_device_option(parser)
-    parser.add_argument("--json", metavar="FILE", help="write all times")
-    parser.add_argument(
-        "--shapes", type=_shapes, metavar="MxNxK,...",
-        help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)",
-    )  # fmt: skip
-
-
-def _add_lists(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME",
-        help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with the "
-        "rules of a list file, the path of a module (layers.2.norm)",
-    )  # fmt: skip
-    parser.add_argument("--lists", type=Path, metavar="FILE", help="a list file, as for amp.init(lists=)")
-    parser.add_argument("--policy", choices=POLICIES, metavar="POLICY", help=f"only {', '.join(POLICIES)}")
-    parser.add_argument("--level", choices=("O0", "OD", "O1", "O2"), default="O1", help="level of amp.init (O1)")
-    _add_dtype(parser)
-    add_device_option(parser)
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    add_device_option(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's")
-    parser.add_argument(
-        "--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
-        help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})",
-    )  # fmt: skip
-    for work, what in (
-        ("first-step", "first steps of processes, in CPU time"),
-        ("small", "steps of small networks, and calls inside disable_casts()"),
-    ):
-        parser.add_argument(
-            f"--{work}", action="append_const", dest="works", const=work, help=f"time the {what}, and nothing else"
-        )
-    parser.add_argument(
-        "--memory", action="append_const", dest="works", const="memory",
-        help="measure the memory of training loops and the time that checkpointing takes, and nothing else",
-    )  # fmt: skip
-    parser.add_argument(
-        "--against", type=Path, metavar="CHECKOUT", help="compare first steps with those of another checkout of clamp"
-    )
-    parser.add_argument("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)")
-    parser.add_argument(
-        "--layouts", type=_some_of(LAYOUTS), default=LAYOUTS[:3], metavar="XX,...",
-        help="how the two matrices of a product lie, T is transposed (NN,NT,TN)",
-    )  # fmt: skip
-    parser.add_argument("--convs", choices=CONVS, default="few", help="which convolutions (few of a ResNet's)")
-    parser.add_argument(
-        "--attention", type=_numbers("BxHxTxD"), default=(2, 8, 512, 64), metavar="BxHxTxD",
-        help="batch, heads, length and width of attention (2x8x512x64)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--elements", type=positive, default=10_000_000, metavar="N", help="elements of cast and unscale (10000000)"
-    )
-    parser.add_argument(
-        "--step", type=_numbers("LxWxB"), default=(9, 1024, 256), metavar="LxWxB",
-        help="layers, width and batch size of the training steps step and guide (9x1024x256)",
-    )  # fmt: skip
-    parser.add_argument("--cnn", type=positive, default=64, metavar="B", help="batch size of the CNN's step (64)")
-    parser.add_argument(
-        "--resnet", type=_numbers("CxB"), default=(64, 128), metavar="CxB",
-        help="first channels and batch size of ResNet-18's step (64x128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--decoder", type=_numbers("BxTxD"), default=(8, 256, 256), metavar="BxTxD",
-        help="batch, length and width of a decoder block's step (8x256x256)",
-    )  # fmt: skip
-    parser.add_argument("--images", type=positive, metavar="N", help="images that convolutions and pools take (32)")
-    parser.add_argument(
-        "--timeline", nargs="?", const="float16", choices=TIMELINES, metavar="WHAT",
-        help=f"instead of timing, show what the device did in one step (of --only's network, or step): "
-        f"{', '.join(TIMELINES)} (float16)",
-    )  # fmt: skip
-    parser.add_argument("--plot", metavar="FILE", help="draw the timeline")
-    parser.add_argument("--no-peers", action="store_true", help="leave out numpy and torch")
-    parser.add_argument("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes")
+# ---------------------------------------------------------------------------------------------- what options read
 
 
 def positive(text: str) -> int:
@@ -266,14 +110,6 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
-
-
-def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(_numbers("MxNxK")(part) for part in text.split(","))
-
-
 def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
     """Returns what reads as many numbers as a form has, ``"LxWxB"``, say."""
 
@@ -284,3 +120,127 @@ def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
         return numbers
 
     return read
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
+
+
+def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_numbers("MxNxK")(part) for part in text.split(","))
+
+
+# ---------------------------------------------------------------------------------------------- the commands
+
+Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _option(*names: str, **how: Any) -> Option:
+    """An option, or an argument, as ``add_argument`` takes it."""
+    return names, how
+
+
+def _device(default: str = "the first device") -> Option:
+    return _option(
+        "--device", metavar="NAME|INDEX",
+        help='part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
+        f"doctor` gives it; {default} by default",
+    )  # fmt: skip
+
+
+_LAYOUTS = ("NN", "NT", "TN", "TT")
+_TIMELINES = ("netcl", "float32", "float16", "bfloat16", "float16-O2", "bfloat16-O2")
+_POLICIES = tuple(policy.value for policy in CastPolicy)
+_DTYPE = _option("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)")
+_SCRIPT = (
+    _option("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as after python -m"),
+    _option("script", metavar="SCRIPT", help="a script of netcl's, as it is; see docs/zero-lines.md"),
+    _option("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments"),
+)
+_BENCH = (
+    _device(),
+    _option("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json"),
+    _option("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's"),
+    _option("--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
+            help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})"),
+    _option("--first-step", action="append_const", dest="works", const="first-step",
+            help="time the first steps of processes, in CPU time, and nothing else"),
+    _option("--small", action="append_const", dest="works", const="small",
+            help="time the steps of small networks, and calls inside disable_casts(), and nothing else"),
+    _option("--memory", action="append_const", dest="works", const="memory",
+            help="measure the memory of training loops and the time that checkpointing takes, and nothing else"),
+    _option("--against", type=Path, metavar="CHECKOUT",
+            help="compare first steps with those of another checkout of clamp"),
+    _option("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)"),
+    _option("--layouts", type=_some_of(_LAYOUTS), default=_LAYOUTS[:3], metavar="XX,...",
+            help="how the two matrices of a product lie, T is transposed (NN,NT,TN)"),
+    _option("--convs", choices=("few", "resnet18", "one"), default="few",
+            help="which convolutions (few of a ResNet's)"),
+    _option("--attention", type=_numbers("BxHxTxD"), default=(2, 8, 512, 64), metavar="BxHxTxD",
+            help="batch, heads, length and width of attention (2x8x512x64)"),
+    _option("--elements", type=positive, default=10_000_000, metavar="N",
+            help="elements of cast and unscale (10000000)"),
+    _option("--step", type=_numbers("LxWxB"), default=(9, 1024, 256), metavar="LxWxB",
+            help="layers, width and batch size of the training steps step and guide (9x1024x256)"),
+    _option("--cnn", type=positive, default=64, metavar="B", help="batch size of the CNN's step (64)"),
+    _option("--resnet", type=_numbers("CxB"), default=(64, 128), metavar="CxB",
+            help="first channels and batch size of ResNet-18's step (64x128)"),
+    _option("--decoder", type=_numbers("BxTxD"), default=(8, 256, 256), metavar="BxTxD",
+            help="batch, length and width of a decoder block's step (8x256x256)"),
+    _option("--images", type=positive, metavar="N", help="images that convolutions and pools take (32)"),
+    _option("--timeline", nargs="?", const="float16", choices=_TIMELINES, metavar="WHAT",
+            help="instead of timing, show what the device did in one step (of --only's network, or step): "
+            f"{', '.join(_TIMELINES)} (float16)"),
+    _option("--plot", metavar="FILE", help="draw the timeline"),
+    _option("--no-peers", action="store_true", help="leave out numpy and torch"),
+    _option("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes"),
+)  # fmt: skip
+
+#: Each command's module, what it is for, and its options.
+_COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
+    "doctor": ("clamp.cli.doctor", "what clamp finds on this machine, and whether it computes correctly",
+               (_device("all of them"),)),
+    "lists": ("clamp.cli.lists", "which netcl function runs in which precision, and why", (
+        _option("name", nargs="?", metavar="NAME",
+                help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with "
+                "the rules of a list file, the path of a module (layers.2.norm)"),
+        _option("--lists", type=Path, metavar="FILE", help="a list file, as for amp.init(lists=)"),
+        _option("--policy", choices=_POLICIES, metavar="POLICY", help=f"only {', '.join(_POLICIES)}"),
+        _option("--level", choices=("O0", "OD", "O1", "O2"), default="O1", help="level of amp.init (O1)"),
+        _DTYPE,
+        _device(),
+    )),
+    "bench": ("clamp.cli.bench.command", "time clamp against netcl, numpy and torch, side by side", _BENCH),
+    "tune": ("clamp.cli.tune", "measure how a GPU's matrix units multiply fastest, and keep it", (
+        _device(),
+        _option("--json", metavar="FILE", help="write all times"),
+        _option("--shapes", type=_shapes, metavar="MxNxK,...",
+                help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)"),
+    )),
+    "report": ("clamp.cli.report", "make a page of a run, to open in any browser", (
+        _option("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run"),
+        _option("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)"),
+    )),
+    "run": ("clamp.cli.run", "train a script of netcl's in mixed precision, as it is", (
+        _DTYPE,
+        _option("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)"),
+        *_SCRIPT,
+    )),
+    "trace": ("clamp.cli.trace", "write what each op of a script's first steps gives, to compare with", (
+        _DTYPE,
+        _option("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)"),
+        _option("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes"),
+        *_SCRIPT,
+    )),
+    "compare": ("clamp.cli.trace", "say which op of a script's first steps gives other bits than then", (
+        _option("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written"),
+        *_SCRIPT,
+    )),
+    "warm": ("clamp.cli.warm", "compile what training steps need before they do: for images and CI", (
+        _device(),
+        _option("--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
+                help="mlp, cnn, lm (all three), or a training script, which is run until its second step is done"),
+        _option("--list", action="store_true",
+                help="compile everything anew, keep nothing, and print what each program takes"),
+    )),
+}  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 import pyopencl as cl
@@ -58,13 +57,3 @@ def slug(device: cl.Device) -> str:
     name = re.sub(r"^(pthread|cpu)-[a-z0-9-]*-", "", device.name)  # PoCL's thread model and LLVM's CPU come first
     words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", f"{platform} {name}".lower()))
     return "-".join(dict.fromkeys(words))[:60]
-
-
-def add_device_option(parser: argparse.ArgumentParser, default: str = "the first device") -> None:
-    """Adds ``--device``, which `choose_device` understands; ``default`` says what it is."""
-    parser.add_argument(
-        "--device",
-        metavar="NAME|INDEX",
-        help='part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
-        f"doctor` gives it; {default} by default",
-    )

@@ -264,15 +264,10 @@ def _calls(layer: type, seen: set[type]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a function uses, and what that leads to.
+    """What a function uses, and what that leads to."""
 
-    Attributes:
-        files: names of kernel files.
-        modules: names of modules of clamp.ops.
-    """
-
-    files: set[str]
-    modules: set[str]
+    files: set[str]  # names of kernel files
+    modules: set[str]  # names of modules of clamp.ops
 
 
 def reached(function: Callable[..., Any]) -> Reached:

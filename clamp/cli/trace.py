@@ -100,7 +100,7 @@ def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]
         handle.shutdown()
     if status:
         return status, None
-    trace = tracer.found or tracer.trace()
+    trace = tracer.done or tracer.trace()
     if trace.device is None:
         print("no op of this script was seen: it computes nothing on an OpenCL device", file=sys.stderr)
         return 1, None
@@ -116,11 +116,11 @@ class _FirstSteps(Tracer):
     def __init__(self, steps: int) -> None:
         super().__init__()
         self._left = steps
-        self.found: Trace | None = None
+        self.done: Trace | None = None
 
     def stepped(self, report: Any) -> None:  # noqa: ARG002  (an observer's)
         if self.is_mine():
             self._left -= 1
         if not self._left:
-            self.found = self.trace()
+            self.done = self.trace()
             raise EnoughError

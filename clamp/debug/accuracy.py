@@ -18,7 +18,7 @@ from clamp.casting.policy_table import check_dtype, default_table
 from clamp.casting.regions import Region, changed_regions, current_region, in_own_region
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.dry_run import NothingSeenError, dry_run
-from clamp.debug.float32_reference import UNIT_ROUNDOFF
+from clamp.debug.ranges import FORMATS
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
 from clamp.debug.words import aligned, placed
 from clamp.ops.cast import cast
@@ -86,7 +86,7 @@ class Accuracy(Sequence[ValueAccuracy]):
     def amplified(self) -> ValueAccuracy | None:
         """Of the results that are far off although the op is right, the one that has made most of the errors of what it
         has read, as the difference of nearly equal numbers does; None if no result is."""
-        least = UNIT_ROUNDOFF[self.dtype]
+        least = FORMATS[self.dtype].roundoff
         grown = [
             (value.total / max(value.brought, least), value)
             for value in self.values
@@ -99,7 +99,7 @@ class Accuracy(Sequence[ValueAccuracy]):
         worst = self.amplified
         if worst is None:
             return []
-        made, read = (f"{100 * x:.2g} %" for x in (worst.total, max(worst.brought, UNIT_ROUNDOFF[self.dtype])))
+        made, read = (f"{100 * x:.2g} %" for x in (worst.total, max(worst.brought, FORMATS[self.dtype].roundoff)))
         result = placed(worst.function, worst.module, worst.line)
         return [
             f"Each op is right, and yet the result of {result} is off by {made}: what it reads is off by {read}, as "
@@ -160,8 +160,11 @@ def compare_step(
     around = current_region() or Region(True, "float16", default_table())
     amp = _amp_region(replace(around, enabled=True), dtype, level, custom_white_list, custom_black_list)
     run = _step_of(step, batch, loss, amp, loss_scale)
-    right, wrong = _both_runs(run, amp, tolerance)
-    return _accuracy(right, wrong, amp.dtype, tolerance)
+    (in_float32, right_loss), (under_amp, amp_loss) = _both_runs(run, amp, tolerance)
+    values = sorted(under_amp.named(), key=partial(_rank, tolerance=tolerance))
+    missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
+    extra = [f"{_words(key, under_amp.ops.paths())}, under AMP only" for key in under_amp.unpaired]
+    return Accuracy(tuple(values), (*missing, *extra), amp.dtype, tolerance, amp_loss, right_loss)
 
 
 # ---------------------------------------------------------------------------------------------- the step
@@ -273,14 +276,6 @@ def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) ->
 
 
 # ---------------------------------------------------------------------------------------------- in words
-
-
-def _accuracy(right: tuple[Float32Side, float], wrong: tuple[AmpSide, float], dtype: str, tolerance: float) -> Accuracy:
-    (in_float32, right_loss), (under_amp, loss) = right, wrong
-    values = sorted(under_amp.values(), key=partial(_rank, tolerance=tolerance))
-    missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
-    extra = [f"{_words(key, under_amp.ops.paths())}, under AMP only" for key in under_amp.unpaired]
-    return Accuracy(tuple(values), (*missing, *extra), dtype, tolerance, loss, right_loss)
 
 
 def _rank(value: ValueAccuracy, tolerance: float) -> tuple[bool, float]:

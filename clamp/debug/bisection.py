@@ -199,13 +199,16 @@ class _Training:
 
 
 def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float:
+    nothing = (
+        "step_fn returned None, and the metric is formed of what it returns: return the loss of its last step, say"
+    )
     if result is None and metric is None:
-        raise _nothing_returned()
+        raise TypeError(nothing)
     try:
         found = result if metric is None else metric(result)
     except TypeError as error:
         if result is None:
-            raise _nothing_returned() from error
+            raise TypeError(nothing) from error
         raise
     if isinstance(found, bool | np.bool_):
         return bool(found)
@@ -216,12 +219,6 @@ def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float
             return float(np.asarray(host, np.float64).reshape(()))
     raise TypeError(
         f"a metric is a bool or a number, got {type(found).__name__}: pass metric=, a function of what step_fn returns"
-    )
-
-
-def _nothing_returned() -> TypeError:
-    return TypeError(
-        "step_fn returned None, and the metric is formed of what it returns: return the loss of its last step, say"
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from clamp.casting.init_call import InitCall
 from clamp.casting.regions import casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
+from clamp.debug.ranges import FLOAT16
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value
 from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
@@ -24,14 +27,12 @@ from clamp.ops.statistics import statistics_of
 from clamp.params import masters
 from clamp.scaling.dynamic_scale import DEFAULT_RULE, DynamicLossScale
 
-LARGEST_FLOAT16 = 65504.0
 _ROUNDS_TO_INF = 65520.0  # and what is larger
 
 _AT_ANY = "the loss is not finite at any loss scale."
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """What made a result not finite.
 
     Attributes:
@@ -75,7 +76,7 @@ def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
         largest = 0.0 if read.statistics is None else read.statistics.largest
         why = (
             f"{read.source} holds numbers up to {largest:.3g}, and {frame.function} reads it in float16, whose largest "
-            f"number is {LARGEST_FLOAT16:.0f}: {_AT_ANY}"
+            f"number is {FLOAT16.largest:.0f}: {_AT_ANY}"
         )
         return Cause("cast", why, _in_float32(frame, trace))
     in_float32 = is_finite_in_float32(frame)
@@ -86,7 +87,7 @@ def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
         nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
         why = (
             f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
-            f"{LARGEST_FLOAT16:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
+            f"{FLOAT16.largest:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
         )
     else:
         why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
@@ -137,7 +138,7 @@ def divided_away(made: Frame, divides: Frame, trace: StepGraph) -> Cause:
     out = made.outputs[0]
     at = f" at {divides.place.short_line}" if divides.place.file else ""
     why = (
-        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {LARGEST_FLOAT16:.0f}, "
+        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {FLOAT16.largest:.0f}, "
         f"the largest number of float16. {divides.function}{at} divides by them, which gives 0 in place of a number: "
         "all is finite after it, no step is skipped, and what is trained is wrong at any loss scale."
     )
@@ -271,27 +272,19 @@ def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
     grad = frame.inputs[0].tensor
     if frame.again is None or grad is None:
         return None
-    wide = cast(grad, "float32").to_host()
-    low, high = 0, max(0, int(log2(scale / floor)))
-    if not _is_finite(frame, grad, wide * np.float32(2.0**-high)):
+    wide, most = cast(grad, "float32").to_host(), max(0, int(log2(scale / floor)))
+    given, again = grad, frame.again
+
+    def is_finite(halvings: int) -> bool:
+        lower = Tensor.from_host(given.queue, wide * np.float32(2.0**-halvings))
+        with casting_in(None), unrecorded():
+            grads = again(cast(lower, bridge.canonical_dtype(given.dtype)))
+            found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
+        return all(x.is_finite for x in found)
+
+    if not is_finite(most):
         return None
-    while high - low > 1:  # not finite at scale / 2^low, finite at scale / 2^high
-        middle = (low + high) // 2
-        if _is_finite(frame, grad, wide * np.float32(2.0**-middle)):
-            high = middle
-        else:
-            low = middle
-    return scale / 2.0**high
-
-
-def _is_finite(frame: Frame, like: Tensor, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
-    assert frame.again is not None
-    wide = bridge.empty(like.queue, like.shape, "float32")
-    bridge.write_bytes(wide, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-    with casting_in(None), unrecorded():
-        grads = frame.again(cast(wide, bridge.canonical_dtype(like.dtype)))
-        found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
-    return all(x.is_finite for x in found)
+    return scale / 2.0 ** (bisect_left(range(1, most), True, key=is_finite) + 1) if most else scale
 
 
 # ---------------------------------------------------------------------------------------------- divergence

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyopencl as cl
 
@@ -135,7 +135,7 @@ class Checker(Observer):
                 raise FloatingPointError(checked.error(paths, dtype, shape, found))
 
 
-class Checked:
+class Checked(NamedTuple):
     """An op that is checked, forward or backward.
 
     Attributes:
@@ -144,8 +144,9 @@ class Checked:
         is_gradient: whether it is its backward.
     """
 
-    def __init__(self, name: str, place: Place, is_gradient: bool = False) -> None:
-        self.name, self.place, self.is_gradient = name, place, is_gradient
+    name: str
+    place: Place
+    is_gradient: bool = False
 
     @property
     def source(self) -> str:

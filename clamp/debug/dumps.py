@@ -6,47 +6,29 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from clamp.debug.accuracy import Accuracy, compare_step
+from clamp.debug.ranges import FLOAT16
 
-_LARGEST = 65504.0  # of float16
 _TOLERANCE = 1e-2  # of a gradient's extremes, relative and absolute
 _NUMBER = r"[-+.\w]+"
 _LINE = re.compile(
-    r"\[device=[^,\]]*, op=(?P<op>[^,\]]*), tensor=(?P<tensor>[^,\]]*), dtype=(?P<dtype>\w+)\], numel=(?P<numel>\d+), "
-    r"num_nan=(?P<num_nan>\d+), num_inf=(?P<num_inf>\d+), num_zero=(?P<num_zero>\d+), "
-    rf"max=(?P<max>{_NUMBER}), min=(?P<min>{_NUMBER}), mean=(?P<mean>{_NUMBER})"
+    r"\[device=[^,\]]*, op=(?P<op_type>[^,\]]*), tensor=(?P<tensor_name>[^,\]]*), dtype=(?P<dtype>\w+)\], "
+    r"numel=(?P<numel>\d+), num_nan=(?P<num_nan>\d+), num_inf=(?P<num_inf>\d+), num_zero=(?P<num_zero>\d+), "
+    rf"max=(?P<max_value>{_NUMBER}), min=(?P<min_value>{_NUMBER}), mean=(?P<mean_value>{_NUMBER})"
 )
+_OF_BOTH = ("op_type", "tensor_name", "numel")  # by which lines of two runs belong together
 _OF_ONE = ("dtype", "max_value", "min_value", "mean_value", "num_zero", "num_inf", "num_nan")
 _RATIOS = ("max_value", "min_value", "mean_value")
 COLUMNS = [
-    "worker", "op_type", "tensor_name", "numel", "infinite", *(f"fp32_{name}" for name in _OF_ONE),
+    "worker", *_OF_BOTH, "infinite", *(f"fp32_{name}" for name in _OF_ONE),
     *(f"fp16_{name}" for name in _OF_ONE), *(f"fp16_div_fp32_{name}" for name in _RATIOS),
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Dumped:
-    """One line of a log."""
-
-    op_type: str
-    tensor_name: str
-    numel: int
-    dtype: str
-    max_value: float
-    min_value: float
-    mean_value: float
-    num_zero: int
-    num_inf: int
-    num_nan: int
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Returns what two runs have in common."""
-        return self.op_type, self.tensor_name, self.numel
+Dumped: TypeAlias = dict[str, Any]  # a line of a log, by the names of its columns
 
 
 def _logs(first: Path, second: Path) -> list[tuple[Path, Path]]:
@@ -72,11 +54,10 @@ def _read(log: Path) -> list[Dumped]:
         match = _LINE.search(line)
         if match is None:
             raise ValueError(f"{log}:{number} is not as the tensor checker writes: {line!r}")
-        part = match.groupdict()
-        greatest, least, mean = (float(part[name]) for name in ("max", "min", "mean"))
-        zeros, infs, nans = (int(part[name]) for name in ("num_zero", "num_inf", "num_nan"))
-        known = part["op"], part["tensor"], int(part["numel"]), part["dtype"]
-        found.append(Dumped(*known, greatest, least, mean, zeros, infs, nans))
+        found.append(
+            {name: float(text) if name in _RATIOS else int(text) if name.startswith("num") else text
+             for name, text in match.groupdict().items()}
+        )  # fmt: skip
     return found
 
 
@@ -94,32 +75,33 @@ def _pairs(first: Sequence[Dumped], second: Sequence[Dumped]) -> Iterator[tuple[
 def _numbered(run: Sequence[Dumped]) -> Iterator[tuple[tuple[Any, int], Dumped]]:
     count = Counter[Any]()
     for dumped in run:
-        yield (dumped.key, count[dumped.key]), dumped
-        count[dumped.key] += 1
+        key = tuple(dumped[name] for name in _OF_BOTH)
+        yield (key, count[key]), dumped
+        count[key] += 1
 
 
 def _row(worker: str, fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> dict[str, Any]:
     known = fp16 or fp32
     assert known is not None
-    row: dict[str, Any] = {"worker": worker, "op_type": known.op_type, "tensor_name": known.tensor_name,
-                           "numel": known.numel, "infinite": int(_is_infinite(fp32, fp16, loss_scale))}  # fmt: skip
+    row = {"worker": worker, "infinite": int(_is_infinite(fp32, fp16, loss_scale))}
+    row |= {name: known[name] for name in _OF_BOTH}
     for kind, one in (("fp32", fp32), ("fp16", fp16)):
-        row |= {f"{kind}_{name}": "" if one is None else getattr(one, name) for name in _OF_ONE}
+        row |= {f"{kind}_{name}": "" if one is None else one[name] for name in _OF_ONE}
     if fp32 is not None and fp16 is not None:
-        for name in _RATIOS:
-            wide = getattr(fp32, name)
-            row[f"fp16_div_fp32_{name}"] = getattr(fp16, name) / wide if wide else ""
+        row |= {f"fp16_div_fp32_{name}": fp16[name] / fp32[name] if fp32[name] else "" for name in _RATIOS}
     return row
 
 
 def _is_infinite(fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> bool:
     """Whether float16 has no room for a tensor, or its gradient is another one than float32's times the loss scale."""
-    scale = loss_scale if fp32 is not None and "GRAD" in fp32.tensor_name else 1.0
-    wide = [] if fp32 is None else [scale * fp32.max_value, scale * fp32.min_value]
-    narrow = [] if fp16 is None else [fp16.max_value, fp16.min_value]
-    if not all(abs(x) <= _LARGEST for x in wide + narrow) or (fp16 is not None and fp16.num_inf + fp16.num_nan):
+    is_gradient = fp32 is not None and "GRAD" in fp32["tensor_name"]
+    scale = loss_scale if is_gradient else 1.0
+    wide = [] if fp32 is None else [scale * fp32["max_value"], scale * fp32["min_value"]]
+    narrow = [] if fp16 is None else [fp16["max_value"], fp16["min_value"]]
+    is_bad = fp16 is not None and fp16["num_inf"] + fp16["num_nan"]
+    if is_bad or not all(abs(x) <= FLOAT16.largest for x in wide + narrow):
         return True
-    if fp32 is None or fp16 is None or "GRAD" not in fp32.tensor_name:
+    if not is_gradient or fp16 is None:
         return False
     return any(abs(x - y) > _TOLERANCE * (1 + abs(y)) for x, y in zip(narrow, wide, strict=True))
 

@@ -12,9 +12,10 @@ from clamp import bridge
 from clamp.casting.init_call import InitCall
 from clamp.casting.regions import init_call
 from clamp.casting.results import RESULTS
-from clamp.debug.cause import LARGEST_FLOAT16, Cause, Past, cause_of, divergence, divided_away
+from clamp.debug.cause import Cause, Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
-from clamp.debug.float32_reference import SMALLEST_FLOAT16, is_finite_in_float32
+from clamp.debug.float32_reference import is_finite_in_float32
+from clamp.debug.ranges import FLOAT16
 from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divided, find_origin, frames_before
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
 from clamp.debug.words import aligned, bad_counts
@@ -55,8 +56,10 @@ class Explanation:
     before: list[Frame] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n".join([*_head(self.report), *_of_first(self), *_block("why", self.why), *_block("cure", self.cure),
-                          *_of_before(self.before)])  # fmt: skip
+        verdict = [f"\n{title}: {text}" for title, text in (("why", self.why), ("cure", self.cure)) if text]
+        before = [f"\nthe {len(self.before)} before it, magnitudes of their results:"] if self.before else []
+        rows = [f"  {line}" for line in in_words(self.before)]
+        return "\n".join([*_head(self.report), *_of_first(self), *verdict, *before, *rows])
 
     __repr__ = __str__
 
@@ -83,7 +86,7 @@ def explain(
             why, cure = grown
             cause = Cause("diverged", f"{why} {cause.why}", cure)
         before = frames_before(trace, origin.frame, _BEFORE)
-        return Explanation(report, cause.kind, cause.why, cause.cure, origin.frame, origin.leaf, before)
+        return Explanation(report, *cause, origin.frame, origin.leaf, before)
     if trace.is_cut:
         why = (
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
@@ -95,7 +98,7 @@ def explain(
         cause = divided_away(*divided, trace)
         before = frames_before(trace, divided[0], _BEFORE)
         skipped_for_it = report if report is not None and report.stepped else None
-        return Explanation(skipped_for_it, cause.kind, cause.why, cause.cure, divided[0], None, before)
+        return Explanation(skipped_for_it, *cause, divided[0], None, before)
     why, cure = "Every result and every gradient of its ops is finite.", ""
     if report is None or report.stepped:
         return Explanation(report, "finite", why, cure)
@@ -159,23 +162,10 @@ def _of_first(explanation: Explanation) -> list[str]:
     lines = ["", f"{first} {frame.direction} of {name}{where}{policy}"]
     if frame.place.file:
         lines.append(f"  {frame.place.short_line}: {source}")
-    rows = [("gave", value) for value in frame.outputs]
-    rows += [("read", value) for value in distinct((*frame.inputs, *frame.parents))]
-    return [*lines, *_table(rows)]
-
-
-def _table(rows: Iterable[tuple[str, Value]]) -> list[str]:
-    return aligned(
-        [(verb, value.source if verb == "read" else "", f"{value.dtype} {value.shape}", _magnitudes(value))
-         for verb, value in rows]
-    )  # fmt: skip
-
-
-def _of_before(frames: list[Frame]) -> list[str]:
-    if not frames:
-        return []
-    lines = [f"  {line}" for line in in_words(frames)]
-    return ["", f"the {len(frames)} before it, magnitudes of their results:", *lines]
+    rows = [("gave", "", value) for value in frame.outputs]
+    rows += [("read", value.source, value) for value in distinct((*frame.inputs, *frame.parents))]
+    table = [(verb, name, f"{value.dtype} {value.shape}", _magnitudes(value)) for verb, name, value in rows]
+    return [*lines, *aligned(table)]
 
 
 def in_words(frames: Iterable[Frame]) -> list[str]:
@@ -186,10 +176,6 @@ def in_words(frames: Iterable[Frame]) -> list[str]:
         for frame in frames
     ]  # fmt: skip
     return aligned(rows, indent="")
-
-
-def _block(title: str, text: str) -> list[str]:
-    return ["", f"{title}: {text}"] if text else []
 
 
 def _magnitudes(value: Value) -> str:
@@ -205,8 +191,8 @@ def _range(value: Value) -> str:
     counts = bad_counts(found.infs, found.nans)
     if not found.largest:
         return ", ".join(counts) or ("all 0" if found.count else "empty")
-    marks = [" (beyond 65504)"] if found.largest > LARGEST_FLOAT16 else []
-    marks += [" (below 2^-24)"] if found.smallest < SMALLEST_FLOAT16 else []
+    marks = [" (beyond 65504)"] if found.largest > FLOAT16.largest else []
+    marks += [" (below 2^-24)"] if found.smallest < FLOAT16.smallest else []
     return ", ".join([f"{found.smallest:.3g} to {found.largest:.3g}{''.join(marks)}", *counts])
 
 
@@ -345,7 +331,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         ValueError: no op of it can be seen.
     """
     check_step(step, "explain")
-    seen = StepRecorder(only_training=False, at_backward=True, calls=True)
+    seen = StepRecorder(of_ranges=False)
     with dry_run(step, *((skipped.scale, skipped.scale_before) if skipped else ())), RESULTS.attached(seen):
         scales = {id(one): one.scale for one in bridge.living(LossScale) if one.scales}  # the step may move them
         step()
@@ -355,13 +341,10 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
         past = past or Past(optimizers=_known_optimizers())
-        return _explained(trace, skipped, past, leaves_finite=_left_finite_gradients(trace))
-
-
-def _left_finite_gradients(trace: StepGraph) -> bool:
-    trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
-    gradients = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
-    return all(one.is_finite for one in statistics_of(gradients, histogram=False))
+        trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
+        left = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
+        are_finite = all(one.is_finite for one in statistics_of(left, histogram=False))
+        return _explained(trace, skipped, past, leaves_finite=are_finite)
 
 
 def _explained(

@@ -22,6 +22,7 @@ from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, current_region
 from clamp.casting.results import forward_again, untold
 from clamp.debug.callsite import INSERTED, Call, call_here, call_of
+from clamp.debug.ranges import FLOAT16, FORMATS
 from clamp.debug.step_graph import BACKWARD, Frame, Value
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast, cast_into
@@ -131,8 +132,6 @@ def copy_of(x: TensorLike, dtype: str = "float32") -> TensorLike:
 
 # ---------------------------------------------------------------------------------------------- whether it is finite
 
-
-SMALLEST_FLOAT16 = 2.0**-24
 
 _CLOSE = 0.02  # of the largest magnitude: what 16 bits may make of a number
 _BEFORE = 8  # ops in a row that are computed again in float32
@@ -270,7 +269,7 @@ def _is_the_same(frame: Frame, made: Sequence[TensorLike]) -> bool:
         return False
     ours, theirs = (cast(x, "float32").to_host() for x in (made[0].value, gave))
     both = np.isfinite(ours) & np.isfinite(theirs)
-    near = max(_CLOSE * np.abs(ours[both]).max(initial=0.0), SMALLEST_FLOAT16)
+    near = max(_CLOSE * np.abs(ours[both]).max(initial=0.0), FLOAT16.smallest)
     return np.allclose(ours[both], theirs[both], rtol=_CLOSE, atol=near)
 
 
@@ -288,11 +287,6 @@ def _are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 Array: TypeAlias = NDArray[np.float32]
-
-#: half the distance between 1 and the next number
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
-
-LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": np.inf}
 
 
 @dataclass(frozen=True)
@@ -345,7 +339,8 @@ def rounding_of(right: Array, dtype: str) -> float:
 def with_digits_of(dtype: str, numbers: Array) -> Array:
     """float32 numbers rounded to as many digits as a dtype has, whatever its range, to nearest even."""
     significand, exponent = np.frexp(numbers)
-    return np.ldexp(np.rint(significand / UNIT_ROUNDOFF[dtype]) * UNIT_ROUNDOFF[dtype], exponent).astype(np.float32)
+    roundoff = FORMATS[dtype].roundoff
+    return np.ldexp(np.rint(significand / roundoff) * roundoff, exponent).astype(np.float32)
 
 
 def _quotient(error: Any, size: Any) -> float:

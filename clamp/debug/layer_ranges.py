@@ -74,6 +74,16 @@ class LayerRange:
         factor = scale / self.scale if scale is not None and self.kind in (GRADIENT, PARAMETER_GRADIENT) else 1.0
         return ranges.lost(self.statistics, dtype, factor)
 
+    def as_json(self) -> Range:
+        """The row as `clamp.report` has it."""
+        found, lost = self.statistics, self.lost
+        return {
+            "name": self.name, "module": self.module, "kind": cast(Kind, self.kind), "dtype": self.dtype,
+            "scale": self.scale, "count": found.count, "zeros": found.zeros, "infs": found.infs, "nans": found.nans,
+            "smallest": found.smallest if found.largest else 0.0, "largest": found.largest,
+            "octaves": found.octaves.tolist(), "underflow": lost.underflow, "overflow": lost.overflow,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LayerRanges:
@@ -113,7 +123,8 @@ class LayerRanges:
             ("inf", now.overflow, then.overflow, True), ("0", now.underflow, then.underflow, not then.overflow)
         ):  # fmt: skip
             if other and before - after >= max(_GAIN, _GAIN_OF * before):
-                return suggested, f"{_percent(after)} in place of {_percent(before)} of the gradients become {verb}"
+                parts = f"{100 * after:.3g} % in place of {100 * before:.3g} %"
+                return suggested, f"{parts} of the gradients become {verb}"
         return None
 
     @property
@@ -148,7 +159,7 @@ class LayerRanges:
 
     def as_json(self) -> list[Range]:
         """The rows as `clamp.report` has them."""
-        return [_as_json(row) for row in self.rows if row.statistics.count]
+        return [row.as_json() for row in self.rows if row.statistics.count]
 
     def __str__(self) -> str:
         head = ("layer", "tensor", "kind", "dtype", "magnitudes", "to 0 %", "to inf %", "subnormal %")
@@ -186,30 +197,17 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     around = region_here(enabled=True)
     with dry_run(step):
         scale = live_scale()
-        with in_region(replace(around, dtype="float32")):
-            trace = _traced(step)
-        with in_region(around):
-            dtypes = _dtypes(step)
+        seen, counter = StepRecorder(of_ranges=True), OpCounter(of_dry_run=True)
+        with in_region(replace(around, dtype="float32")), RESULTS.attached(seen):
+            step()
+            trace = seen.trace()
+        trace.name()
+        with in_region(around), RESULTS.attached(counter):
+            step()
+        dtypes = {row.key: row.dtype for row in counter.rows}  # of results, and of first gradients, under AMP
     if not trace.frames:
         raise NothingSeenError
     return LayerRanges(list(_rows(trace, scale, dtypes, around.dtype)), scale, around.dtype)
-
-
-def _traced(step: Callable[[], Any]) -> StepGraph:
-    seen = StepRecorder(histogram=True)
-    with RESULTS.attached(seen):
-        step()
-        trace = seen.trace()
-    trace.name()
-    return trace
-
-
-def _dtypes(step: Callable[[], Any]) -> dict[tuple[str, ...], str]:
-    """The dtypes of results, and of first gradients, under AMP, by op and place."""
-    counter = OpCounter(of_dry_run=True)
-    with RESULTS.attached(counter):
-        step()
-    return {row.key: row.dtype for row in counter.rows}
 
 
 def _rows(
@@ -240,7 +238,9 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
         return
     if frame.direction == FORWARD:
         yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
-    if not frame.outputs or _is_view(frame):
+    made = frame.outputs[0].tensor if frame.outputs else None
+    is_view = made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
+    if not frame.outputs or is_view:
         return
     if frame.direction == FORWARD:
         yield frame.function, ACTIVATION, frame.outputs[0]
@@ -261,16 +261,7 @@ def _is_trained(value: Value) -> bool:
     return value.made_by is None and value.tensor is not None and bridge.is_trained(value.tensor)
 
 
-def _is_view(frame: Frame) -> bool:
-    made = frame.outputs[0].tensor
-    return made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
-
-
 # ---------------------------------------------------------------------------------------------- in words
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.3g} %"
 
 
 def _cells(row: LayerRange) -> tuple[str, ...]:
@@ -280,29 +271,7 @@ def _cells(row: LayerRange) -> tuple[str, ...]:
     return (row.module or "-", row.name, row.kind, row.dtype, magnitudes, *(f"{100 * part:.2f}" for part in lost))
 
 
-def _as_json(row: LayerRange) -> Range:
-    found, lost = row.statistics, row.lost
-    return {
-        "name": row.name,
-        "module": row.module,
-        "kind": cast(Kind, row.kind),
-        "dtype": row.dtype,
-        "scale": row.scale,
-        "count": found.count,
-        "zeros": found.zeros,
-        "infs": found.infs,
-        "nans": found.nans,
-        "smallest": found.smallest if found.largest else 0.0,
-        "largest": found.largest,
-        "octaves": found.octaves.tolist(),
-        "underflow": lost.underflow,
-        "overflow": lost.overflow,
-    }
-
-
 # ---------------------------------------------------------------------------------------------- updates
-
-_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133}
 
 
 @dataclass(frozen=True)
@@ -375,7 +344,7 @@ def _of_eps(optimizer: Any, dtypes: Sequence[str], steps_itself: bool) -> list[s
         return []
     what = "is 0 if its step computes in it" if steps_itself else "counts, for the step computes in float32"
     return [
-        f"{name}'s eps, {eps:g}, is below {dtype}'s smallest number, {_SMALLEST[dtype]:.2g}: it {what}"
+        f"{name}'s eps, {eps:g}, is below {dtype}'s smallest number, {ranges.FORMATS[dtype].smallest:.2g}: it {what}"
         for dtype in dict.fromkeys(map(bridge.canonical_dtype, dtypes))
-        if 0 < eps < _SMALLEST[dtype]
+        if 0 < eps < ranges.FORMATS[dtype].smallest
     ]

@@ -99,7 +99,9 @@ class MemoryReport:
         ]
         table.append(("held", *(_mib(_held(found)) for _, found in sides)))
         table.append((KINDS["free"], *(_mib(found["free"]) for _, found in sides)))
-        return "\n".join([*aligned(table, numbers=range(1, 3), indent=""), *self._at_the_peak(), *self._cures()])
+        saving = [f"  {size(saved)}: {what}" for what, saved in cures(sides[-1][1])]
+        saving = ["", "what would save memory", *saving] if saving else []
+        return "\n".join([*aligned(table, numbers=range(1, 3), indent=""), *self._at_the_peak(), *saving])
 
     __repr__ = __str__
 
@@ -115,10 +117,6 @@ class MemoryReport:
         left = self.holders[_SHOWN:]
         rest = [f"  and {len(left)} more, of {size(sum(x.bytes for x in left))}"] if left else []
         return ["", f"the peak is in {self.peak.where}; there it is held by", *aligned(table, range(4, 6)), *rest]
-
-    def _cures(self) -> list[str]:
-        found = cures(self.now if self.peak is None else self.peak.bytes)
-        return ["", "what would save memory", *(f"  {size(saved)}: {what}" for what, saved in found)] if found else []
 
 
 def _short() -> str:

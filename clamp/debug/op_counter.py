@@ -109,12 +109,12 @@ class Key(NamedTuple):
     dtype: str
 
 
+@dataclass(slots=True)
 class _Count:
-    __slots__ = ("bytes", "calls", "seconds", "shape")
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape, self.calls, self.bytes = shape, 0, 0
-        self.seconds: float | None = None
+    shape: tuple[int, ...]
+    calls: int = 0
+    bytes: int = 0
+    seconds: float | None = None
 
 
 class _Replayed(threading.local):

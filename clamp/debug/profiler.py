@@ -125,18 +125,12 @@ class Timeline:
     @cached_property
     def gaps(self) -> list[Gap]:
         """The times without a running command, the longest first."""
-        gaps = []
-        for last, one, idle in self._idle():
-            late = min(idle, max(0.0, one.queued - last.end))
-            gaps.append(Gap(last.name, one.name, idle, late))
-        return sorted(gaps, key=lambda gap: -gap.seconds)
-
-    def _idle(self) -> Iterable[tuple[Command, Command, float]]:
-        last = self.commands[0]
+        gaps, last = [], self.commands[0]
         for one in self.commands[1:]:
-            if one.start > last.end:
-                yield last, one, one.start - last.end
+            if (idle := one.start - last.end) > 0:
+                gaps.append(Gap(last.name, one.name, idle, min(idle, max(0.0, one.queued - last.end))))
             last = max(last, one, key=lambda other: other.end)
+        return sorted(gaps, key=lambda gap: -gap.seconds)
 
     def summary(self) -> dict[str, float]:
         """The step in figures, for JSON."""

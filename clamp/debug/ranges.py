@@ -33,20 +33,25 @@ _EDGES = edges()
 _EIGHTHS = np.array([0, 2, 3, 4, 5, 6, 7, 8, 14])  # which of an octave's bins each eighth of it has
 
 
-class _Format(NamedTuple):
-    """A 16-bit dtype: its rounding of float32 arrays, its least normal and its largest number."""
+class Format(NamedTuple):
+    """A dtype's smallest number above 0, smallest normal and largest one; half the distance from 1 to the next."""
 
-    rounded: Callable[[NDArray[Any]], NDArray[Any]]
+    smallest: float
     least_normal: float
     largest: float
+    roundoff: float
 
 
-_FORMATS = {
-    "float16": _Format(lambda x: x.astype(np.float16), 2.0**-14, 65504.0),
-    "bfloat16": _Format(bridge.rounded_to_bfloat16, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
+FORMATS = {
+    "float32": Format(2.0**-149, 2.0**-126, (2 - 2.0**-23) * 2.0**127, 2.0**-24),
+    "float16": Format(2.0**-24, 2.0**-14, 65504.0, 2.0**-11),
+    "bfloat16": Format(2.0**-133, 2.0**-126, (2 - 2.0**-7) * 2.0**127, 2.0**-8),
 }
-#: bits of the mantissa, and the exponent of the least normal number
-_GRIDS = {"float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
+FLOAT16 = FORMATS["float16"]
+#: roundings of float32 arrays
+_ROUNDED: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "float16": lambda x: x.astype(np.float16), "bfloat16": bridge.rounded_to_bfloat16
+}  # fmt: skip
 
 
 class Lost(NamedTuple):
@@ -100,7 +105,7 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
     Raises:
         ValueError: another dtype, or a scale that is not positive and finite.
     """
-    largest_number = _FORMATS[_format_name(dtype)].largest
+    largest_number = FORMATS[_format_name(dtype)].largest
     scale = positive("scale", scale)
     suggested = DEFAULT_RULE.max
     for one in gradients:
@@ -153,7 +158,7 @@ def _power_of_two(x: float) -> float:
 
 def _format_name(dtype: DTypeLike) -> str:
     name = bridge.dtype_name(dtype)
-    if name not in _FORMATS:
+    if name not in _ROUNDED:
         raise ValueError(f"dtype is {dtype!r}; it must be float16 or bfloat16")
     return str(name)
 
@@ -177,7 +182,7 @@ def _finite(statistics: Statistics) -> int:
 @lru_cache(maxsize=1024)
 def _turns(dtype: str, factor: float) -> tuple[float, float, float]:
     """The least magnitudes, as float32, that a cast of ``factor * x`` does not make zero, makes normal, makes inf."""
-    rounded, least_normal, _ = _FORMATS[dtype]
+    rounded = _ROUNDED[dtype]
 
     def least(reached: float) -> float:
         def is_reached(bits: int) -> bool:
@@ -187,7 +192,7 @@ def _turns(dtype: str, factor: float) -> tuple[float, float, float]:
 
         return float(np.uint32(bisect_left(range(_INF_BITS), True, key=is_reached)).view(np.float32))
 
-    return least(2.0**-149), least(least_normal), least(math.inf)
+    return least(2.0**-149), least(FORMATS[dtype].least_normal), least(math.inf)
 
 
 def _below(statistics: Statistics, limit: float) -> float:
@@ -213,8 +218,7 @@ def _share(statistics: Statistics, within: int, limit: float) -> float:
 
 def _up(x: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
     """The least numbers of a dtype that are not below x."""
-    bits, least_exponent = _GRIDS[dtype]
-    step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, least_exponent) - bits)
+    step = np.maximum(np.ldexp(FORMATS[dtype].roundoff, np.frexp(x)[1]), FORMATS[dtype].smallest)
     return np.asarray(np.ceil(x / step) * step)
 
 

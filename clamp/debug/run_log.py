@@ -34,7 +34,6 @@ from clamp.debug.page.schema import (
     Op,
     Run,
     Step,
-    Updates,
     Verdict,
 )  # fmt: skip
 from clamp.debug.step_graph import Value
@@ -115,18 +114,38 @@ class RunLog:
         self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
         losses: Sequence[float] | None,
     ) -> Run:  # fmt: skip
-        """All of it as JSON has it; see `run_of`."""
-        of_trial = () if summary.trial is None else summary.trial.modules
-        return run_of(
-            summary,
-            explanation,
-            device=device,
-            level=level,
-            began=self.began,
-            points={} if self.counter is None else self.counter.curves.read(),
-            losses=losses,
-            modules=of_trial if self.counter is None else self.counter.modules,
-        )
+        """All of it as JSON has it.
+
+        Args:
+            summary: with or without a step that was measured.
+            explanation: of what is wrong with its steps, where somebody has looked.
+            losses: the user's own, of the last steps, in place of those that were noted.
+        """
+        now, ranges, updates = datetime.now(UTC), summary.ranges, summary.updates
+        modules = () if summary.trial is None else summary.trial.modules
+        modules = modules if self.counter is None else self.counter.modules
+        points = {} if self.counter is None else self.counter.curves.read()
+        return {
+            "version": VERSION,
+            "clamp": clamp.__version__,
+            "device": _device(device),
+            "dtype": summary.dtype,
+            "level": "; ".join([level, *summary.rules]),
+            "date": now.isoformat(timespec="seconds"),
+            "seconds": (now - self.began).total_seconds(),
+            "verdict": verdict_of(summary, explanation),
+            "steps": _steps(summary.history, points, losses),
+            "ops": _ops(summary),
+            "ranges": [] if ranges is None else ranges.as_json(),
+            "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
+            "updates": {
+                "layers": [cast(LostIn, row._asdict()) for row in (updates.layers if updates else ())],
+                "notes": list(updates.notes if updates else ()),
+            },
+            "memory": _memory(summary),
+            "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
+            "first_bad": None if explanation is None else _first_bad(explanation),
+        }
 
     def _tried(self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]) -> _Measured | None:
         """What was measured of a step: not again where none was done since; without a step, what was measured last."""
@@ -149,54 +168,17 @@ class RunLog:
                 self.counter.start()
 
 
-# ---------------------------------------------------------------------------------------------- as JSON
+# ---------------------------------------------------------------------------------------------- the answer
 
 
 _Kind: TypeAlias = Literal["healthy", "overflow", "not finite", "slow", "unknown"]
 _RECENT, _OFTEN = 100, 0.05  # steps, and the part of them that skips do not exceed where all is well
 
 
-def run_of(
-    summary: Summary, explanation: Explanation | None, *, device: cl.Device | None, level: str, began: datetime,
-    points: Mapping[int, Point], losses: Sequence[float] | None, modules: Sequence[tuple[str, str, int]],
-) -> Run:  # fmt: skip
-    """The run.
-
-    Args:
-        summary: with or without a step that was measured.
-        explanation: of what is wrong with its steps, where somebody has looked.
-        points: loss and norm of gradients by steps.
-        losses: the user's own, of the last steps, in place of those.
-        modules: see ``bridge.module_tree``.
-    """
-    now, ranges = datetime.now(UTC), summary.ranges
-    return {
-        "version": VERSION,
-        "clamp": clamp.__version__,
-        "device": _device(device),
-        "dtype": summary.dtype,
-        "level": "; ".join([level, *summary.rules]),
-        "date": now.isoformat(timespec="seconds"),
-        "seconds": (now - began).total_seconds(),
-        "verdict": verdict_of(summary, explanation),
-        "steps": _steps(summary.history, points, losses),
-        "ops": _ops(summary),
-        "ranges": [] if ranges is None else ranges.as_json(),
-        "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
-        "updates": _updates(summary),
-        "memory": _memory(summary),
-        "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
-        "first_bad": None if explanation is None else _first_bad(explanation),
-    }
-
-
-# ---------------------------------------------------------------------------------------------- the answer
-
-
 def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
     """Returns what is wrong, if something is; else what AMP gains, if that is known."""
     details, measured = _of_skips(summary), summary.verdict
-    skipped = _skipped_at_the_end(summary.history)
+    skipped = len(list(itertools.takewhile(lambda report: not report.stepped, reversed(summary.history))))  # last
     is_wrong = skipped > 1 or _share_skipped(summary.history) >= _OFTEN
     why = [] if explanation is None or not details else [explanation.why]
     if explanation is not None and explanation.first is not None:
@@ -233,11 +215,6 @@ def _kind(explanation: Explanation) -> _Kind:
     return "overflow" if is_inf and explanation.leaf is None else "not finite"
 
 
-def _skipped_at_the_end(history: Sequence[StepReport]) -> int:
-    """Returns how many steps in a row were skipped last."""
-    return next((index for index, report in enumerate(reversed(history)) if report.stepped), len(history))
-
-
 def _share_skipped(history: Sequence[StepReport]) -> float:
     """The part of the last steps that were skipped, since the first that was done: before it, a scale is looked for."""
     since = itertools.dropwhile(lambda report: not report.stepped, history)
@@ -258,14 +235,13 @@ def _of_skips(summary: Summary) -> list[str]:
 
 
 def _bad_value(explanation: Explanation) -> Value | None:
-    if explanation.leaf is not None or explanation.first is None:
-        return explanation.leaf
-    return next((value for value in explanation.first.outputs if not value.is_finite), None)
+    """Returns what first was not finite of what the op gave, or else of what it read."""
+    outputs = [] if explanation.first is None else explanation.first.outputs
+    return next((value for value in outputs if not value.is_finite), explanation.leaf)
 
 
 def _first_bad(explanation: Explanation) -> FirstBad | None:
-    frame = explanation.first
-    bad = None if frame is None else next((value for value in frame.outputs if not value.is_finite), explanation.leaf)
+    frame, bad = explanation.first, _bad_value(explanation)
     if frame is None or bad is None or bad.statistics is None:
         return None
     infs, nans = bad.statistics.infs, bad.statistics.nans
@@ -286,10 +262,9 @@ def _input(value: Value) -> Input | None:
     found = value.statistics
     if found is None:
         return None
-    smallest = found.smallest if found.largest else 0.0
     return {
-        "name": value.source, "dtype": value.dtype, "smallest": smallest, "largest": found.largest,
-        "infs": found.infs, "nans": found.nans,
+        "name": value.source, "dtype": value.dtype, "smallest": found.smallest if found.largest else 0.0,
+        "largest": found.largest, "infs": found.infs, "nans": found.nans,
     }  # fmt: skip
 
 
@@ -305,22 +280,22 @@ def _device(device: cl.Device | None) -> Device:
 
 
 def _steps(history: Sequence[StepReport], points: Mapping[int, Point], losses: Sequence[float] | None) -> list[Step]:
-    own: dict[int, float] = {}
-    if losses is not None:
-        if len(losses) > len(history):
-            losses = losses[-len(history) :]
-        own = {report.step: float(loss) for report, loss in zip(list(history)[-len(losses) :], losses, strict=False)}
-    unknown = Point(None, None)
-    return [
-        {
+    # The last losses are of the last steps.
+    own = {
+        report.step: float(loss)
+        for report, loss in zip(reversed(history), reversed(() if losses is None else losses), strict=False)
+    }
+
+    def made(report: StepReport) -> Step:
+        point = points.get(report.step, Point(None, None))
+        return {
             "step": report.step, "stepped": report.stepped, "reason": report.reason,
-            "loss": own.get(report.step, points.get(report.step, unknown).loss), "scale": report.scale,
-            "scale_before": report.scale_before,
-            "gradient_norm": points.get(report.step, unknown).gradient_norm, "infs": report.infs, "nans": report.nans,
+            "loss": own.get(report.step, point.loss), "scale": report.scale, "scale_before": report.scale_before,
+            "gradient_norm": point.gradient_norm, "infs": report.infs, "nans": report.nans,
             "parameters": list(report.parameters),
-        }
-        for report in history
-    ]  # fmt: skip
+        }  # fmt: skip
+
+    return list(map(made, history))
 
 
 def _ops(summary: Summary) -> list[Op]:
@@ -346,20 +321,14 @@ def _steps_in(row: OpRow, summary: Summary) -> float:
     return row.calls / calls if calls else 1.0
 
 
-def _updates(summary: Summary) -> Updates:
-    found = summary.updates or LostUpdates([])
-    return {"layers": [cast(LostIn, row._asdict()) for row in found.layers], "notes": list(found.notes)}
-
-
 def _memory(summary: Summary) -> Memory:
     trial, found = summary.trial, summary.memory
-    amp, plain = (None, None) if trial is None else (trial.amp, trial.plain)
     return {
-        "activations": None if amp is None else amp.activations,
+        "activations": None if trial is None else trial.amp.activations,
         "weight_copies": summary.weight_copies,
-        "peak": None if amp is None else amp.peak,
-        "float32_activations": None if plain is None else plain.activations,
-        "float32_peak": None if plain is None else plain.peak,
+        "peak": None if trial is None else trial.amp.peak,
+        "float32_activations": None if trial is None else trial.plain.activations,
+        "float32_peak": None if trial is None else trial.plain.peak,
         "timeline": [cast(HeldAt, moment._asdict()) for moment in (() if found is None else found.timeline)],
         "holders": [cast(HeldBy, asdict(one)) for one in (() if found is None else found.holders)],
     }

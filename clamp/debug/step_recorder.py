@@ -224,7 +224,8 @@ class OverflowRecorder(Observer):
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
-                grad = _ones(one.loss) if one.grad is None else one.grad
+                ones = np.ones(one.loss.shape, np.float32)
+                grad = Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), value(grad), scale)]
             trace.measuring()()
         return trace
@@ -262,12 +263,6 @@ def gradients_of(forward: Sequence[Frame], loss: Value, grad: Value, scale: floa
     return frames
 
 
-def _ones(like: Tensor) -> Tensor:
-    wide = bridge.empty(like.queue, like.shape, "float32")
-    bridge.write_bytes(wide, np.ones(like.size, np.float32).view(np.uint8))
-    return wide
-
-
 def _added(first: Value, second: Value, frames: list[Frame]) -> Value:
     assert first.tensor is not None
     assert second.tensor is not None
@@ -287,17 +282,13 @@ class StepRecorder(Observer):
     Beyond a quarter of the device's memory, tensors are measured, and let go, before the step is over.
 
     Args:
-        only_training: whether ops without a graph, of a validation, say, are left out.
-        histogram: whether histograms are measured, too.
-        at_backward: whether a step is measured when a backward ends, before anybody writes to its gradients.
-        calls: whether the calls are kept, too, with all arguments, so that they can be made again.
+        of_ranges: whether it is asked for magnitudes, with histograms, as they are when the pass is over: gradients are
+            divided by the loss scale then. Else for what went wrong: when a backward ends, before anybody writes to its
+            gradients; with ops that nobody trains, and with calls, which can be made again.
     """
 
-    def __init__(
-        self, *, only_training: bool = True, histogram: bool = False, at_backward: bool = False, calls: bool = False
-    ) -> None:
-        self._only_training, self._histogram = only_training, histogram
-        self._at_backward, self._calls = at_backward, calls
+    def __init__(self, *, of_ranges: bool) -> None:
+        self._of_ranges = of_ranges
         self._thread = threading.get_ident()
         self._frames: list[Frame] = []
         self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
@@ -316,11 +307,11 @@ class StepRecorder(Observer):
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
-        if not self._is_ours() or (self._only_training and (not isinstance(made, Node) or bridge.is_leaf(made))):
+        if not self._is_ours() or (self._of_ranges and (not isinstance(made, Node) or bridge.is_leaf(made))):
             return None
         read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or "op"
-        frame = Frame(op, FORWARD, here(), read, [], call=call_now() if self._calls else None)
+        frame = Frame(op, FORWARD, here(), read, [], call=None if self._of_ranges else call_now())
         self._give(frame, [made.value])
         self._keep_within_limit(made.value)
         return frame
@@ -344,7 +335,7 @@ class StepRecorder(Observer):
         self._scaler = self._scaler if scaled is None else scaled.loss_scale
         if recorder() is not None:
             self._measure_in_every_replay()
-        elif self._at_backward:
+        elif not self._of_ranges:
             self._measure()
 
     # ------------------------------------------------------------------------------------------ keeping
@@ -380,10 +371,10 @@ class StepRecorder(Observer):
 
     def _measure(self) -> None:
         with unrecorded():
-            StepGraph(self._frames).measuring(histogram=self._histogram)()
+            StepGraph(self._frames).measuring(histogram=self._of_ranges)()
 
     def _measure_in_every_replay(self) -> None:
-        read, scaler = StepGraph(self._frames).measuring(histogram=self._histogram), self._scaler
+        read, scaler = StepGraph(self._frames).measuring(histogram=self._of_ranges), self._scaler
         frames, self._frames = self._frames, []
 
         def replayed() -> None:

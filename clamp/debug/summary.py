@@ -233,13 +233,11 @@ class Summary:
             alone = "wall time of each launch by itself, queue without profiling"
             how = f"; ms a step by {alone if self.trial.alone else 'profiling events'}"
         rows = sorted(self.rows, key=lambda row: -(row.seconds or 0.0)) if self.trial else list(self.rows)
-        table = [("op", "layer, line", "policy", "dtypes", "calls", "MiB", *self._heads())]
+        times = () if self.trial is None else (self.dtype, "float32", "")
+        table = [("op", "layer, line", "policy", "dtypes", "calls", "MiB", *times)]
         table += [self._cells(row) for row in rows[:_SHOWN]]
         left = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
         return [f"ops {of}, {len(rows)}{how}", *aligned(table, numbers=range(4, 8)), *left]
-
-    def _heads(self) -> tuple[str, ...]:
-        return () if self.trial is None else (self.dtype, "float32", "")
 
     def _cells(self, row: OpRow) -> tuple[str, ...]:
         dtypes = f"{', '.join(dict.fromkeys(row.inputs))} -> {row.dtype}"

@@ -17,7 +17,7 @@ from clamp import bridge, debug
 from clamp.casting.results import RESULTS
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import Array, error_of, on_host
-from clamp.debug.watcher import RESULT, Names, Seen, Watcher
+from clamp.debug.watcher import RESULT, OpValue, Seen, Watcher
 from clamp.debug.words import bad_counts, placed
 
 _FORMAT = 1
@@ -25,7 +25,7 @@ _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
 
 
 @dataclass(frozen=True)
-class TracedValue:
+class TracedValue(OpValue):
     """One result of an op, or one of its gradients, as it was in a run.
 
     Attributes:
@@ -36,11 +36,6 @@ class TracedValue:
         smallest, largest: the least and the greatest magnitude that is finite and not 0; 0 without any.
     """
 
-    function: str
-    direction: str
-    value: str
-    module: str
-    line: str
     dtype: str
     shape: tuple[int, ...]
     checksum: str
@@ -241,7 +236,6 @@ class Tracer(Watcher):
     def __init__(self, *, keeps_elements: bool = False) -> None:
         super().__init__()
         self._keeps_elements = keeps_elements
-        self._rows: list[tuple[Seen, int, tuple[Any, ...]]] = []
         self._arrays: dict[str, Array] = {}
         self._device: cl.Device | None = None
 
@@ -253,9 +247,16 @@ class Tracer(Watcher):
             self._device = tensor.queue.device
         dtype = bridge.canonical_dtype(tensor.dtype)
         checksum = blake2b(dtype.encode() + bridge.read_bytes(tensor).tobytes(), digest_size=16).hexdigest()
-        self._rows.append((seen, part, (dtype, tuple(tensor.shape), checksum, *_magnitudes(value))))
         if self._keeps_elements:
-            self._arrays[f"value{len(self._rows) - 1}"] = value
+            self._arrays[f"value{len(self.found)}"] = value
+        op, direction = seen.op, "forward" if part == RESULT else "backward"
+        magnitudes = np.abs(value[np.isfinite(value) & (value != 0)])
+        smallest, largest = (float(magnitudes.min()), float(magnitudes.max())) if magnitudes.size else (0.0, 0.0)
+        infs, nans = int(np.isinf(value).sum()), int(np.isnan(value).sum())
+        made = TracedValue(
+            op.function, direction, "", "", op.line, dtype, tuple(tensor.shape), checksum, infs, nans, smallest, largest
+        )
+        self.found.append((seen, part, made))
 
     def trace(self, **about: Any) -> Trace:
         """All that was seen, with the names that layers have now.
@@ -263,19 +264,4 @@ class Tracer(Watcher):
         Args:
             about: see `Trace`.
         """
-        names = Names(self.ops, [seen for seen, _, _ in self._rows])
-        values = [
-            TracedValue(
-                seen.op.function, "forward" if part == RESULT else "backward", names.value(seen, part),
-                names.layer(seen.op), seen.op.line, *rest,
-            )
-            for seen, part, rest in self._rows
-        ]  # fmt: skip
-        return Trace(values, self._arrays, about, self._device)
-
-
-def _magnitudes(value: Array) -> tuple[int, int, float, float]:
-    magnitudes = np.abs(value[np.isfinite(value)])
-    above = magnitudes[magnitudes > 0]
-    smallest, largest = (float(above.min()), float(above.max())) if above.size else (0.0, 0.0)
-    return int(np.isinf(value).sum()), int(np.isnan(value).sum()), smallest, largest
+        return Trace(self.named(), self._arrays, about, self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite, nan
@@ -17,8 +17,6 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.results import Observer
 from clamp.debug.callsite import OpName, OpNames, Place
 from clamp.debug.float32_reference import (
-    LARGEST,
-    UNIT_ROUNDOFF,
     Array,
     Error,
     Float32Reference,
@@ -27,12 +25,32 @@ from clamp.debug.float32_reference import (
     on_host,
     rounding_of,
 )
+from clamp.debug.ranges import FORMATS
 from clamp.debug.words import placed
 from clamp.opencl.host_steps import recorder
 
 Key: TypeAlias = tuple[OpName, int, int]  # an op, which of its values, and in which of its backward passes
 
 RESULT = -1  # where a gradient has its number, which is that of the parent that it is of
+
+
+@dataclass(frozen=True)
+class OpValue:
+    """One result of an op, or one of its gradients.
+
+    Attributes:
+        function: netcl's name of the op, ``"matmul_op"``.
+        direction: ``"forward"`` or ``"backward"``.
+        value: ``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``.
+        module: path of the innermost layer, ``"layers.0"``; empty if there is none.
+        line: the nearest line of the user's, ``"train.py:31"``.
+    """
+
+    function: str
+    direction: str
+    value: str
+    module: str
+    line: str
 
 
 @dataclass(eq=False)
@@ -54,12 +72,15 @@ class Watcher(Observer):
 
     Attributes:
         ops: names them.
+        found: an `OpValue` for each value that was looked at, in the order of the run, with the op, None of a sum of
+            gradients, and which of its values; without the names that layers have after the run.
     """
 
     def __init__(self) -> None:
         self.ops = OpNames()
         self._thread = threading.get_ident()
         self._times = Counter[tuple[OpName, int]]()
+        self.found: list[tuple[Seen | None, int, Any]] = []
 
     def is_mine(self) -> bool:
         """Returns whether what is told of here belongs to the step.
@@ -98,6 +119,21 @@ class Watcher(Observer):
         self._times[seen.op, part] += 1
         return seen.op, part, self._times[seen.op, part]
 
+    def named(self) -> list[Any]:
+        """What it has found, with the names that layers and parameters have now."""
+        paths = self.ops.paths()
+        trained = {id(x): x for seen, _, _ in self.found if seen is not None for x in seen.trained.values()}
+        parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
+
+        def with_names(seen: Seen | None, part: int, value: OpValue) -> OpValue:
+            if seen is None:
+                return value
+            name = parameters.get(id(seen.trained.get(part)), "params[")
+            what = f"gradient of {f'input {part}' if name.startswith('params[') else name}"
+            return replace(value, value="result" if part == RESULT else what, module=paths.get(seen.op.layer, ""))
+
+        return [with_names(*one) for one in self.found]
+
 
 def trained_parents(made: TensorLike) -> dict[int, Tensor]:
     """The parameters among what a result was made of, by the numbers of their gradients."""
@@ -105,36 +141,11 @@ def trained_parents(made: TensorLike) -> dict[int, Tensor]:
     return {part: parent.value for part, parent in enumerate(parents) if getattr(parent.value, "requires_grad", False)}
 
 
-class Names:
-    """What layers, and gradients of parameters, are called after a run.
-
-    Args:
-        ops: of the run.
-        seen: what was seen in it.
-    """
-
-    def __init__(self, ops: OpNames, seen: Iterable[Seen]) -> None:
-        self.paths = ops.paths()
-        trained = {id(x): x for one in seen for x in one.trained.values()}
-        self._parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
-
-    def layer(self, op: OpName) -> str:
-        """Path of the layer that an op is in; empty if it is in none."""
-        return self.paths.get(op.layer, "")
-
-    def value(self, seen: Seen | None, part: int) -> str:
-        """``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``."""
-        if part == RESULT or seen is None:
-            return "result"
-        name = self._parameters.get(id(seen.trained.get(part)), "")
-        return f"gradient of {name if name and not name.startswith('params[') else f'input {part}'}"
-
-
 # ---------------------------------------------------------------------------------------------- in both precisions
 
 
 @dataclass(frozen=True)
-class ValueAccuracy:
+class ValueAccuracy(OpValue):
     """How accurate one result of an op, or one of its gradients, is under AMP.
 
     Errors are relative: the norm of the difference by the norm of the right value; ``largest_`` ones, the largest
@@ -142,11 +153,7 @@ class ValueAccuracy:
     compared without the loss scale.
 
     Attributes:
-        function: netcl's name of the op, ``"matmul_op"``.
-        direction: ``"forward"`` or ``"backward"``.
-        value: ``"result"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``.
-        module: path of the innermost layer, ``"layers.0"``; empty if there is none.
-        line: the nearest line of the user's, ``"train.py:31"``.
+        function, direction, value, module, line: of which op, and which of its values; see `OpValue`.
         call: of calls alike in function, layer and line, which.
         policy: of the function, ``"half"``; empty for what is on no list.
         dtype, shape: of the value under AMP.
@@ -164,11 +171,6 @@ class ValueAccuracy:
         brought: the largest ``total`` of what the op has read.
     """
 
-    function: str
-    direction: str
-    value: str
-    module: str
-    line: str
     call: int
     policy: str
     dtype: str
@@ -234,15 +236,12 @@ class AmpSide(Watcher):
 
     Attributes:
         usual: what rounding costs at the least: numbers that need none are no measure.
-        found: how accurate its values are, in the order of the run, without the names that layers have after it; with
-            the op, None of a sum of gradients, and which of its values.
         unpaired: what the other run did not have.
     """
 
     def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
         super().__init__()
-        self.usual = UNIT_ROUNDOFF[dtype] / 4
-        self.found: list[tuple[Seen | None, int, ValueAccuracy]] = []
+        self.usual = FORMATS[dtype].roundoff / 4
         self.unpaired: list[Key] = []
         self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
         self._paired = set[Key]()
@@ -345,19 +344,11 @@ class AmpSide(Watcher):
         op = _SUM if seen is None else seen.op
         direction = "forward" if seen is not None and part == RESULT else "backward"
         value = ValueAccuracy(
-            op.function, direction, "", "", op.line, op.call, "" if seen is None else seen.place.policy, tensor.dtype,
-            tuple(tensor.shape), times, own_errors.relative, own_errors.largest, rounding, of_all.relative,
-            of_all.largest, own is None, brought,
+            op.function, direction, "result", "", op.line, op.call, "" if seen is None else seen.place.policy,
+            tensor.dtype, tuple(tensor.shape), times, own_errors.relative, own_errors.largest, rounding,
+            of_all.relative, of_all.largest, own is None, brought,
         )  # fmt: skip
         self.found.append((seen, part, value))
-
-    def values(self) -> list[ValueAccuracy]:
-        """What it found, with the names that layers have now."""
-        names = Names(self.ops, [seen for seen, _, _ in self.found if seen is not None])
-        return [
-            replace(one, value=names.value(seen, part), module="" if seen is None else names.layer(seen.op))
-            for seen, part, one in self.found
-        ]
 
     def _total(self, tensor: Any) -> float:
         return self._totals.get(id(tensor), (None, 0.0))[1]
@@ -367,4 +358,5 @@ def _error_if_known(actual: Array, right: Array | None, dtype: str) -> Error | N
     """The error of a value of some dtype; None if there is nothing to compare it with."""
     if right is None or right.size != actual.size:
         return None
-    return error_of(actual, right, LARGEST[bridge.canonical_dtype(dtype)])
+    name = bridge.canonical_dtype(dtype)
+    return error_of(actual, right, FORMATS[name].largest if name in bridge.HALF_DTYPES else inf)

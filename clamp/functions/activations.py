@@ -157,9 +157,6 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
     Args:
         x: (N, C, ...), float32, float16 or bfloat16.
         alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
-
-    Raises:
-        ValueError: the number of slopes is another.
     """
     operand, slope = operands = _prelu_operands(casting, x, alpha)
     out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
@@ -174,11 +171,7 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
 
 @implements("netcl.ops.elementwise.prelu_backward", uses=(prelu_ops,))
 def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and alpha from that of ``prelu``'s result.
-
-    Raises:
-        ValueError: the shapes do not belong together.
-    """
+    """The gradients of x and alpha from that of ``prelu``'s result."""
     operand, slope = _prelu_operands(casting, x, alpha)
     grad = as_is(grad_out)
     return prelu_ops.prelu_backward(

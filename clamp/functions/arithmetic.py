@@ -63,20 +63,28 @@ def apply_broadcast(
     casting: Casting, xs: Sequence[TensorLike | float], tape: Tape | None, op: str, *gradients: Gradient
 ) -> Any:
     """Records ``op`` of tensors and numbers that broadcast; one gradient for each of ``xs``, numbers included."""
+    operands, inputs = _with_numbers(casting, *xs)
+    dtype, shapes = casting.result_dtype(*operands), {operand.shape for operand in operands}
+    make = partial(elementwise, op, dtype, *_values(inputs))
+    out = computed(make, operands[0].value, shapes.pop(), dtype) if len(shapes) == 1 else make()
+    del make  # backward reads operands anew, so that an input's 16-bit copy does not live until then
+    read = {name for x, rule in zip(inputs, gradients, strict=True) if isinstance(x, Operand) for name in rule}
+    unread = [x for index, x in enumerate(inputs) if isinstance(x, Operand) and index not in read]
+    return bound(out, gradients_by(inputs, gradients, inputs), op, tape, unread=unread)
+
+
+def _with_numbers(casting: Casting, *xs: Any) -> tuple[tuple[Operand, ...], list[Operand | float]]:
+    """The tensors among these as operands, and all of them in their order; NotOwned if all are numbers."""
     tensors = [x for x in xs if not is_scalar(x)]
     if not tensors:
         raise NotOwned
     operands = float_operands(casting, *tensors)
     found = iter(operands)
-    inputs = [x if is_scalar(x) else next(found) for x in xs]
-    values = [x.value if isinstance(x, Operand) else x for x in inputs]
-    dtype, shapes = casting.result_dtype(*operands), {operand.shape for operand in operands}
-    make = partial(elementwise, op, dtype, *values)
-    out = computed(make, operands[0].value, shapes.pop(), dtype) if len(shapes) == 1 else make()
-    del values, make  # backward reads operands anew, so that an input's 16-bit copy does not live until then
-    read = {name for x, rule in zip(inputs, gradients, strict=True) if isinstance(x, Operand) for name in rule}
-    unread = [x for index, x in enumerate(inputs) if isinstance(x, Operand) and index not in read]
-    return bound(out, gradients_by(inputs, gradients, inputs), op, tape, unread=unread)
+    return operands, [x if is_scalar(x) else next(found) for x in xs]
+
+
+def _values(inputs: Sequence[Any]) -> list[Any]:
+    return [x.value if isinstance(x, Operand) else x for x in inputs]
 
 
 def gradients_by(xs: Sequence[Operand | float], rules: Sequence[Gradient], inputs: Sequence[Any]) -> Gradients:
@@ -92,7 +100,7 @@ def _gradient_of(operand: Operand, rule: Gradient, inputs: Sequence[Operand | fl
     if op == "copy":
         return sum_to_shape(grad, operand.shape, operand.grad_dtype)
     arguments = [grad if name == "g" else inputs[int(name)] for name in names]
-    tensors = [x.value if isinstance(x, Operand) else x for x in arguments]
+    tensors = _values(arguments)
     if operand.shape == grad.shape:
         return elementwise(str(op), operand.grad_dtype, *tensors)
     # The terms of the sum are kept in float32: in half they could overflow, or lose the bits the sum would keep.
@@ -161,11 +169,7 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
 
 @implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))
 def bias_add(casting: Casting, x: TensorLike, bias: TensorLike, tape: Tape | None = None) -> Any:
-    """x + bias, a bias of shape (N,) on every row of x, of shape (M, N).
-
-    Raises:
-        ValueError: other shapes.
-    """
+    """x + bias, a bias of shape (N,) on every row of x, of shape (M, N)."""
     require_bias_shapes(tuple(x.value.shape), tuple(bias.value.shape))
     return apply_broadcast(casting, (x, bias), tape, "add", PASS, PASS)
 
@@ -189,14 +193,10 @@ def square(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
 
 def _comparison(op: str) -> None:
     def compare(casting: Casting, a: Argument, b: Argument) -> Node:
-        tensors = [x for x in (a, b) if not is_scalar(x)]
-        if not tensors:
-            raise NotOwned
-        operands = float_operands(casting, *tensors)
-        found = iter(operands)
-        values = [x if is_scalar(x) else next(found).value for x in (a, b)]
+        operands, inputs = _with_numbers(casting, a, b)
         # netcl returns a node here even for bare tensors and without grad mode.
-        return Node(value=elementwise(op, casting.result_dtype(*operands), *values), requires_grad=False)
+        out = elementwise(op, casting.result_dtype(*operands), *_values(inputs))
+        return Node(value=out, requires_grad=False)
 
     compare.__name__ = compare.__qualname__ = op
     compare.__doc__ = f"1 where {op} holds, else 0, in the operands' dtype; never differentiable."
@@ -221,13 +221,9 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     if is_scalar(a) and is_scalar(b):
         raise ValueError("where needs at least one Tensor/Node branch")
     choice = Operand(condition, owned_value(as_node(condition)))
-    operands = float_operands(casting, *(x for x in (a, b) if not is_scalar(x)))
+    operands, inputs = _with_numbers(casting, a, b)
     bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
-    found = iter(operands)
-    inputs: list[Operand | float] = [x if is_scalar(x) else next(found) for x in (a, b)]
-    branches = [x.value if isinstance(x, Operand) else x for x in inputs]
-    out = elementwise("where", casting.result_dtype(*operands), choice.value, *branches)
-    del branches
+    out = elementwise("where", casting.result_dtype(*operands), choice.value, *_values(inputs))
     rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
     gradients = gradients_by(inputs, rules, (choice,))
     return bound(out, {choice: None, **gradients}, "where", tape, unread=operands)
@@ -259,16 +255,15 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
-def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor, pool: Any = None) -> Tensor:
+def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor) -> Tensor:
     """The gradient where the mask is zero, 0 elsewhere."""
     operand, where = _masked_operands(casting, grad_out, mask)
     return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bias_relu", uses=(elementwise, sum_to_shape))
-def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor, out: Tensor | None = None, pool: Any = None) -> Any:
+def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor) -> Any:
     """relu(x + bias), a bias of shape (N,) on every row of x, of shape (M, N)."""
-    leave_to_netcl_if(out)
     require_bias_shapes(tuple(x.shape), tuple(bias.shape))
     return add_relu(casting, x, bias)
 

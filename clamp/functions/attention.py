@@ -24,9 +24,6 @@ def flash_attention(
 
     Returns:
         The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
-
-    Raises:
-        ValueError: shapes that are not four-dimensional and equal.
     """
     operands = qo, ko, vo = float_operands(casting, q, k, v)
     out, lse = ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
@@ -48,7 +45,7 @@ def _gradients(
 @implements("netcl.ops.attention.flash_attention_backward", uses=ops.ENGINES)
 def tensor_flash_attention_backward(
     casting: Casting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-    causal: bool = True, scale: float | None = None, pool: Any = None,
+    causal: bool = True, scale: float | None = None,
 ) -> ops.Gradients:  # fmt: skip
     """Gradients of q, k and v, each in the dtype of its tensor. ``out`` is not needed."""
     qo, ko, vo = float_operands(casting, q, k, v)
@@ -59,9 +56,8 @@ def tensor_flash_attention_backward(
 
 @implements("netcl.ops.attention.flash_attention_decode", uses=(ops.DECODE,))
 def flash_attention_decode(
-    casting: Casting, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_len: int, scale: float | None = None,
-    pool: Any = None,
-) -> Tensor:  # fmt: skip
+    casting: Casting, q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_len: int, scale: float | None = None
+) -> Tensor:
     """One query a head, (B, H, 1, D), against the first ``cache_len`` positions of the caches (B, H, capacity, D).
 
     The caches are read in the dtype they have: casting them would copy all of them for every new token.

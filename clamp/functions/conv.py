@@ -13,7 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, require_floating
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
 from clamp.ops import depthwise
@@ -202,9 +202,6 @@ def depthwise_conv2d(
 
     The bias is read in its own dtype. The gradients of weight and bias are stored in their own dtypes, straight from
     the fp32 sums.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     xo, wo = casting.operands(as_node(x), as_node(w))
     bo = None if bias is None else as_is(bias)
@@ -239,9 +236,8 @@ def tensor_conv2d(
 
 @implements("netcl.ops.conv2d.conv2d_backward", uses=(ops,))
 def tensor_conv2d_backward(
-    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, pool: Any = None,
-    stride: Number = 1, pad: Number = 0, use_im2col: bool = False, algo: str | None = None, need_grad_x: bool = True,
-    dilation: Number = 1, groups: int = 1,
+    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: Number = 1,
+    pad: Number = 0, need_grad_x: bool = True, dilation: Number = 1, groups: int = 1,
 ) -> Any:  # fmt: skip
     """(gradient of x or None, of w, of the bias or None), each in its tensor's dtype."""
     window = _window("conv2d_backward", stride, pad, dilation, groups)
@@ -258,29 +254,18 @@ def tensor_conv2d_backward(
 
 @implements("netcl.ops.fused_ops.fused_conv_bias_relu", uses=_CONVOLUTION)
 def fused_conv_bias_relu(
-    casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0,
-    out: Tensor | None = None, pool: Any = None,
-) -> Any:  # fmt: skip
-    """``conv2d_relu`` of bare tensors.
-
-    Raises:
-        NotOwned: ``out`` is given.
-    """
-    leave_to_netcl_if(out)
+    casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0
+) -> Any:
+    """``conv2d_relu`` of bare tensors."""
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)
 
 
 @implements("netcl.ops.depthwise_conv2d.depthwise_conv2d_backward", uses=_DEPTHWISE)
 def depthwise_conv2d_backward(
-    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0,
-    pool: Any = None, algo: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
+    casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype."""
     xo, wo = casting.operands(as_node(x), as_node(w))
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
     require_floating(xo, wo, grad, bo)

@@ -94,7 +94,6 @@ def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | Non
         idx: the indices (see the top of this file).
 
     Raises:
-        ValueError: there is no such axis.
         IndexError: an index given on the host is no place of the axis.
     """
     return _select(casting, x, axis, idx, "index_select", tape)
@@ -110,7 +109,7 @@ def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = No
 def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
     """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
 
-    Arguments and errors as for ``index_select``.
+    Arguments as for ``index_select``.
     """
     return _select(casting, weight, 0, idx, "embedding", tape)
 
@@ -195,9 +194,7 @@ def _as_int32(index: Tensor) -> Tensor:
 
 
 @implements("netcl.ops.indexing.index_select", uses=_PICKED)
-def tensor_index_select(
-    casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None, pool: Any = None
-) -> Any:
+def tensor_index_select(casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None) -> Any:
     """``index_select`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
     if out is None:
         return index_select(casting, x, axis, idx)
@@ -209,7 +206,7 @@ def tensor_index_select(
 
 @implements("netcl.ops.indexing.index_select_backward", uses=_PICKED)
 def tensor_index_select_backward(
-    casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any, pool: Any = None
+    casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any
 ) -> Tensor:
     """The gradient of ``index_select`` for a tensor of shape ``x_shape``, in the incoming gradient's dtype."""
     (grad,) = float_operands(casting, grad_out)

@@ -46,12 +46,7 @@ def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operan
 
 
 def operands_alike(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
-    """A loss's arguments as operands: floating, and all of one shape.
-
-    Raises:
-        TypeError: one of them is not floating.
-        ValueError: their shapes differ.
-    """
+    """A loss's arguments as operands: floating, and all of one shape, or an error is raised."""
     operands = casting.operands(*map(as_node, arguments.values()))
     named = dict(zip(arguments, operands, strict=True))
     require_floats(name, **named)
@@ -91,10 +86,6 @@ def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None)
 
     Args:
         pred, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
     """
     return _pair_loss(casting, "mse_loss", "mse", pred, target, tape)
 
@@ -107,18 +98,13 @@ def l2_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) 
 
 @implements("netcl.autograd.l1_loss", uses=(loss_sum,))
 def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """Sum of ``|pred - target|``: float32, shape (1,). The gradient where they are equal is 0.
-
-    Arguments and errors as for ``mse_loss``.
-    """
+    """Sum of ``|pred - target|``: float32, shape (1,). The gradient where they are equal is 0."""
     return _pair_loss(casting, "l1_loss", "l1", pred, target, tape)
 
 
 @implements("netcl.autograd.smooth_l1_loss", uses=(loss_sum,))
 def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, tape: Tape | None = None) -> Any:
     """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``; float32, (1,).
-
-    Arguments and errors as for ``mse_loss``; besides
 
     Raises:
         ValueError: beta is negative or NaN.
@@ -130,10 +116,7 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
 
 @implements("netcl.autograd.binary_cross_entropy_with_logits", uses=(LOSS_TERMS,))
 def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any, tape: Tape | None = None) -> Any:
-    """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape.
-
-    Arguments and errors as for ``mse_loss``.
-    """
+    """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape."""
     name = "binary_cross_entropy_with_logits"
     x, t = operands_alike(casting, name, logits=logits, target=target)
     loss = loss_terms("logit_bce", (x.value, t.value), casting.result_dtype(x, t))
@@ -164,7 +147,6 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
             on the device without a one-hot copy, and of which -100 is ignored (see ``cross_entropy_indices``).
 
     Raises:
-        ValueError: the shapes do not match.
         TypeError: the logits are not floating, or the targets neither floating nor labels.
     """
     if _rank(targets) == 1:
@@ -197,7 +179,6 @@ def cross_entropy_indices(
     Raises:
         ValueError: the number of targets is not N, or the logits are not (N, C).
         IndexError: a label given on the host is no class.
-        TypeError: the logits are not floating.
     """
     return _label_loss(casting, "cross_entropy_indices", logits, targets, ignore_index, tape)
 
@@ -224,13 +205,20 @@ def _rank(targets: Any) -> int:
     return len(value.shape) if hasattr(value, "shape") else np.ndim(value)
 
 
-def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
-    value = targets.value if isinstance(targets, Node) else targets
+def labels_given(name: str, labels: Any, x: Tensor) -> Any:
+    """Labels as they are given: a tensor, which must be on x's queue, or something on the host."""
+    value = labels.value if isinstance(labels, Node) else labels
     if isinstance(value, Tensor):
         if not bridge.on_device(value) or value.dtype not in ops.LABEL_STORAGE:
             raise NotOwned
-        bridge.require_same_queue(name, logits, value)
+        bridge.require_same_queue(name, x, value)
+    return value
+
+
+def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Labels as a device tensor; those given on the host are checked and sent to the logits' queue."""
+    value = labels_given(name, targets, logits)
+    if isinstance(value, Tensor):
         return value
     host = host_integers(value, np.int32)
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
@@ -246,10 +234,6 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     Args:
         logits: (N, C), float32, float16 or bfloat16.
         targets: one-hot rows (N, C), in any of these dtypes; they get no gradient.
-
-    Raises:
-        ValueError: the shapes do not match.
-        TypeError: one of them is not floating.
     """
     x, t = casting.operands(as_node(logits), as_node(targets))
     _require_rows("hinge_loss", x)
@@ -266,17 +250,17 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
 def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) -> tuple[Tensor, Tensor]:
     (x,) = casting.operands(as_node(logits))
     rows, _ = _require_rows(name, x)
-    if not isinstance(targets, Tensor) or not bridge.on_device(targets) or targets.dtype not in ops.LABEL_STORAGE:
+    labels = labels_given(name, targets, x.value)
+    if not isinstance(targets, Tensor):
         raise NotOwned
-    bridge.require_same_queue(name, x.value, targets)
-    if targets.size != rows:
-        raise ValueError(f"{name}: expected {rows} targets, got {targets.size}")
-    return x.value, targets
+    if labels.size != rows:
+        raise ValueError(f"{name}: expected {rows} targets, got {labels.size}")
+    return x.value, labels
 
 
 @implements("netcl.ops.lm_ops.cross_entropy_indices", uses=(ops.LABEL_LOSS, elementwise))
 def tensor_cross_entropy_indices(
-    casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
+    casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor]:
     """Mean cross entropy of logits (N, C) against N class numbers, and one over the number of rows that count.
 
@@ -287,10 +271,6 @@ def tensor_cross_entropy_indices(
 
     Returns:
         Two float32 tensors of shape (1,).
-
-    Raises:
-        ValueError: the shapes do not match.
-        TypeError: the logits are not floating.
     """
     x, labels = _logits_and_targets(casting, "cross_entropy_indices", logits, targets)
     forward = ops.label_loss(x, labels, ignore_index)
@@ -300,14 +280,14 @@ def tensor_cross_entropy_indices(
 
 @implements("netcl.ops.lm_ops.cross_entropy_indices_backward", uses=(ops.LABEL_LOSS,))
 def cross_entropy_indices_backward(
-    casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX, pool: Any = None
+    casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
     """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape.
 
     Args:
         scale: one floating element, read on the device.
 
-    Other arguments and errors as for ``cross_entropy_indices``.
+    Other arguments as for ``cross_entropy_indices``.
     """
     x, labels = _logits_and_targets(casting, "cross_entropy_indices_backward", logits, targets)
     factor = as_is(scale)
@@ -318,9 +298,7 @@ def cross_entropy_indices_backward(
 
 
 @implements("netcl.ops.softmax.softmax_backward", uses=(softmax_gradient,))
-def softmax_backward(
-    casting: Casting, out: Any, grad_out: Any, grad_in: Tensor | None = None, pool: Any = None, axis: int = -1
-) -> Tensor:
+def softmax_backward(casting: Casting, out: Any, grad_out: Any, axis: int = -1) -> Tensor:
     """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax.
 
     Args:
@@ -329,11 +307,7 @@ def softmax_backward(
 
     Raises:
         ValueError: the shapes differ, or there is no such axis.
-        TypeError: one of them is not floating.
-        NotOwned: ``grad_in`` is given.
     """
-    if grad_in is not None:
-        raise NotOwned
     y, grad = as_is(out), as_is(grad_out)
     require_floats("softmax_backward", out=y, grad_out=grad)
     return softmax_gradient(y.value, grad.value, axis, out_dtype=y.grad_dtype)

@@ -47,10 +47,6 @@ def weighted_smooth_l1_loss(
         pred, target, weight: the same shape, in any mixture of float32, float16 and bfloat16. Any of them may need a
             gradient.
         beta: where the parabola ends; at least 1e-6 is used, as in netcl.
-
-    Raises:
-        ValueError: the shapes differ.
-        TypeError: one of them is not floating.
     """
     return _weighted_smooth_l1(casting, "weighted_smooth_l1_loss", True, pred, target, weight, beta, tape)
 
@@ -59,7 +55,7 @@ def weighted_smooth_l1_loss(
 def weighted_smooth_l1_elementwise(
     casting: Casting, pred: Any, target: Any, weight: Any, beta: float = 1.0, tape: Tape | None = None
 ) -> Any:
-    """``weighted_smooth_l1_loss`` of each element: float32, pred's shape. Arguments and errors as there."""
+    """``weighted_smooth_l1_loss`` of each element: float32, pred's shape. Arguments as there."""
     return _weighted_smooth_l1(casting, "weighted_smooth_l1_elementwise", False, pred, target, weight, beta, tape)
 
 
@@ -81,15 +77,13 @@ def weighted_bce(casting: Casting, pred: Any, target: Any, weight: Any, tape: Ta
     Args:
         pred: probabilities, held in 1e-7 .. 1 - 1e-7. Only they get a gradient, as in netcl.
         target, weight: the same shape; all three in any mixture of float32, float16 and bfloat16.
-
-    Errors as for ``weighted_smooth_l1_loss``.
     """
     return _weighted_bce(casting, "weighted_bce", True, pred, target, weight, tape)
 
 
 @implements("netcl.autograd.weighted_bce_elementwise")
 def weighted_bce_elementwise(casting: Casting, pred: Any, target: Any, weight: Any, tape: Tape | None = None) -> Any:
-    """``weighted_bce`` of each element: float32, pred's shape. Arguments and errors as there."""
+    """``weighted_bce`` of each element: float32, pred's shape. Arguments as there."""
     return _weighted_bce(casting, "weighted_bce_elementwise", False, pred, target, weight, tape)
 
 
@@ -131,7 +125,6 @@ def weighted_box_smooth_l1_loss(
 
     Raises:
         ValueError: the shapes differ, or are not (N, 4).
-        TypeError: one of them is not floating.
     """
     name = "weighted_box_smooth_l1_loss"
     x, t = operands = operands_alike(casting, name, pred=pred, target=target)
@@ -149,7 +142,6 @@ def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | 
     """``-(t*log(p) + (1-t)*log(1-p))`` of each probability p and target t: not reduced, float32, pred's shape.
 
     Banned unless ``allow_banned``. Probabilities are held in 1e-6 .. 1 - 1e-6; outside, their gradient is 0.
-    Arguments and errors as for ``mse_loss``.
     """
     x, t = operands = operands_alike(casting, "binary_cross_entropy", pred=pred, target=target)
     constants, kind = bce_constants(_BANNED_EPSILON), "probability_bce"

@@ -40,11 +40,7 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
 
 @implements("netcl.autograd.bmm", "netcl.ops.bmm.bmm", uses=(gemm, permute))
 def bmm(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
-    """(..., M, K) @ (..., K, N) with equal leading dimensions.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
+    """(..., M, K) @ (..., K, N) with equal leading dimensions."""
     x, w = casting.operands(as_node(a), as_node(b))
     if len(x.shape) < 3 or len(x.shape) != len(w.shape) or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
         raise ValueError(
@@ -152,11 +148,7 @@ def _flat(tensor: Tensor, shape: Rows) -> Tensor:
 def linear_relu(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, tape: Tape | None = None
 ) -> Any:
-    """relu(x @ w + bias) for x (M, K), w (K, N), bias (N,): one GEMM, bias and relu in its store.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
+    """relu(x @ w + bias) for x (M, K), w (K, N), bias (N,): one GEMM, bias and relu in its store."""
     xo, wo = casting.operands(as_node(x), as_node(w))
     # A bias is read in its own dtype (policy match), so it takes no part in the casting.
     bo = None if bias is None else as_is(bias)

@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound
+from clamp.bridge import Tape, Tensor
+from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
 from clamp.casting.registry import implements
 from clamp.functions.indexing import host_integers, int32_on_device
-from clamp.functions.loss import require_floats, require_same_shape
+from clamp.functions.loss import labels_given, operands_alike, require_floats
 from clamp.ops import distances, info_nce
-from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import reduce_sum
 
 _PARTNERS = (distances.PARTNERS, reduce_sum)  # without the kernels of triplets
@@ -34,14 +32,9 @@ def _require_choice(function: str, name: str, value: str, *choices: str) -> None
 
 def _rows(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
     """The arguments as operands: floating matrices, all of one shape."""
-    operands = casting.operands(*map(as_node, arguments.values()))
-    named = dict(zip(arguments, operands, strict=True))
-    require_floats(name, **named)
-    (first, x), *rest = named.items()
-    if len(x.shape) != 2:
-        raise ValueError(f"{name}: {first} has shape {x.shape}, and must be (N, D): one embedding a row")
-    for other, operand in rest:
-        require_same_shape(name, first, x, other, operand)
+    operands, first = operands_alike(casting, name, **arguments), next(iter(arguments))
+    if len(operands[0].shape) != 2:
+        raise ValueError(f"{name}: {first} has shape {operands[0].shape}, and must be (N, D): one embedding a row")
     return operands
 
 
@@ -51,18 +44,12 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
     Args:
         as_classes: only which labels are equal matters, so host labels of any size may be numbered anew.
     """
-    value = labels.value if isinstance(labels, Node) else labels
-    if isinstance(value, Tensor):
-        if not bridge.on_device(value) or value.dtype not in LABEL_STORAGE:
-            raise NotOwned
-        bridge.require_same_queue(name, x, value)
-        size = value.size
-    else:
+    value = labels_given(name, labels, x)
+    if not isinstance(value, Tensor):
         value = host_integers(value)
         value = np.unique(value, return_inverse=True)[1].ravel() if as_classes else value
-        size = value.size
-    if size != x.shape[0]:
-        raise ValueError(f"{name}: {size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
+    if value.size != x.shape[0]:
+        raise ValueError(f"{name}: {value.size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
     return value if isinstance(value, Tensor) else int32_on_device(value, x.queue)
 
 
@@ -80,7 +67,6 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 
     Raises:
         ValueError: they are no matrices, or D differs.
-        TypeError: one of them is not floating.
     """
     name = "pairwise_squared_distances"
     operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
@@ -113,7 +99,6 @@ def triplet_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
-        TypeError: one of them is not floating.
     """
     _require_choice("triplet_loss", "distance", distance, "squared", "euclidean")
     _require_choice("triplet_loss", "reduction", reduction, "mean", "sum")
@@ -144,7 +129,6 @@ def contrastive_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
-        TypeError: x1 or x2 is not floating.
     """
     _require_choice("contrastive_loss", "reduction", reduction, "mean", "sum")
     x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
@@ -180,7 +164,6 @@ def batch_hard_triplet_loss(
 
     Raises:
         ValueError: embeddings are not (N, D); another number of labels; an unknown distance or reduction.
-        TypeError: embeddings are not floating.
     """
     return _mined(
         casting, "batch_hard_triplet_loss", distances.hardest_triplets,
@@ -195,7 +178,7 @@ def batch_all_triplet_loss(
 ) -> Any:  # fmt: skip
     """``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label: float32, shape (1,).
 
-    The mean is over the triplets that exceed 0. Arguments and errors as for ``batch_hard_triplet_loss``.
+    The mean is over the triplets that exceed 0. Arguments as for ``batch_hard_triplet_loss``.
     """
     return _mined(
         casting, "batch_all_triplet_loss", distances.all_triplets,
@@ -238,7 +221,6 @@ def info_nce_loss(
 
     Raises:
         ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
-        TypeError: one of them is not floating.
     """
     _require_choice("info_nce_loss", "reduction", reduction, "mean", "sum")
     if not temperature > 0.0:

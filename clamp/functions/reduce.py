@@ -6,7 +6,7 @@ from typing import Any
 
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import around_axis, axis_of
@@ -30,22 +30,13 @@ def sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = Fals
     """Sum over one axis, or over everything into shape (1,); accumulated in fp32, rounded once.
 
     As in netcl, ``keepdims`` has no effect on a sum over everything.
-
-    Args:
-        x: float32, float16 or bfloat16, any shape.
-
-    Raises:
-        ValueError: there is no such axis.
     """
     return _reduce(casting, x, axis, keepdims and axis is not None, False, tape)
 
 
 @implements("netcl.autograd.mean", uses=(ops,))
 def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
-    """Mean over one axis, or over everything into shape (1,). The sum stays in fp32 and cannot overflow in half.
-
-    Arguments and errors as for ``sum``.
-    """
+    """Mean over one axis, or over everything into shape (1,). The sum stays in fp32 and cannot overflow in half."""
     return _reduce(casting, x, axis, keepdims and axis is not None, True, tape)
 
 
@@ -54,11 +45,7 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     """``exp(x) / sum(exp(x))`` along an axis. Backward keeps the result, not the input.
 
     Args:
-        x: float32, float16 or bfloat16, any shape.
         axis, dim: the axis; ``dim`` wins.
-
-    Raises:
-        ValueError: there is no such axis.
     """
     (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
@@ -74,17 +61,8 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
 
 
 @implements("netcl.ops.reduction.reduce_sum", uses=(ops,))
-def tensor_reduce_sum(
-    casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, out: Tensor | None = None,
-    pool: Any = None,
-) -> Any:  # fmt: skip
-    """``sum`` of a bare tensor; here ``keepdims`` holds for a sum over everything as well.
-
-    Raises:
-        ValueError: there is no such axis.
-        NotOwned: ``out`` is given, or x is not floating.
-    """
-    leave_to_netcl_if(out)
+def tensor_reduce_sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False) -> Any:
+    """``sum`` of a bare tensor; here ``keepdims`` holds for a sum over everything as well."""
     (operand,) = float_operands(casting, x)
     axis = None if axis is None else axis_of("reduce_sum", axis, len(operand.shape))
     return ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand))

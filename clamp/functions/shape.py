@@ -9,7 +9,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.registry import implements
 from clamp.functions.recompute import computed
 from clamp.ops import concat
 from clamp.ops import shape as ops
@@ -154,10 +154,7 @@ def cat(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | No
 
 @implements("netcl.autograd.stack", uses=(concat,))
 def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
-    """The tensors, all of one shape, along an axis that the result has more than they.
-
-    Arguments and errors as for ``cat``.
-    """
+    """The tensors, all of one shape, along an axis that the result has more than they."""
 
     def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
         axis = axis_of("stack", axis, len(shape) + 1)
@@ -196,14 +193,12 @@ def _joined(
 
 
 @implements("netcl.ops.transpose.transpose2d", uses=(ops, cast))
-def tensor_transpose2d(casting: Casting, x: Any, out: Tensor | None = None, pool: Any = None) -> Any:
+def tensor_transpose2d(casting: Casting, x: Any) -> Any:
     """Transpose of a bare matrix.
 
     Raises:
         ValueError: x has not two dimensions.
-        NotOwned: ``out`` is given.
     """
-    leave_to_netcl_if(out)
     (operand,) = casting.operands(as_node(x))
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")
@@ -211,9 +206,7 @@ def tensor_transpose2d(casting: Casting, x: Any, out: Tensor | None = None, pool
 
 
 @implements("netcl.ops.tensor_ops.cat", uses=(concat,))
-def tensor_cat(
-    casting: Casting, tensors: Sequence[Tensor], axis: int = 0, out: Tensor | None = None, pool: Any = None
-) -> Any:
+def tensor_cat(casting: Casting, tensors: Sequence[Tensor], axis: int = 0, out: Tensor | None = None) -> Any:
     """``cat`` of bare tensors, into ``out`` if it is given (of the result's shape and dtype)."""
     tensors = list(tensors)
     if out is None or not tensors:

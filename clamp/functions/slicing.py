@@ -161,9 +161,6 @@ def _shape_of(x: Any) -> tuple[int, ...]:
 def narrow(casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None) -> Any:
     """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end).
 
-    Args:
-        x: float32, float16, bfloat16 or int32, any shape.
-
     Raises:
         ValueError: there is no such axis, or the places are not all inside it.
     """
@@ -285,9 +282,7 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
 
 
 @implements("netcl.ops.tensor_ops.narrow")
-def tensor_narrow(
-    casting: Casting, x: Tensor, axis: int, start: int, length: int, out: Tensor | None = None, pool: Any = None
-) -> Any:
+def tensor_narrow(casting: Casting, x: Tensor, axis: int, start: int, length: int, out: Tensor | None = None) -> Any:
     """``narrow`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
     if out is None:
         return narrow(casting, x, axis, start, length)
@@ -313,7 +308,7 @@ def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, sta
 
 
 @implements("netcl.ops.tensor_ops.zeros_like", uses=())
-def tensor_zeros_like(casting: Casting, x: Tensor, shape: Sequence[int] | None = None, pool: Any = None) -> Tensor:
+def tensor_zeros_like(casting: Casting, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Zeros of x's dtype, of its shape or another."""
     value = owned_value(as_node(x))
     if value.dtype not in bridge.STORAGE:

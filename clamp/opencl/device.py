@@ -159,45 +159,30 @@ class Probe:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of one device, as probed.
+    """Capabilities of one device, as probed."""
 
-    Attributes:
-        is_cpu: kernels that block for caches and vector registers pay off here, local memory does not.
-        compute_units: how many work-groups run at once.
-        half_storage: float16 loads and stores (``vload_half``, ``vstore_half_rte``) compile and round right.
-        max_parameter_bytes: bytes of kernel arguments a launch can take.
-        local_memory_bytes: local memory of a work-group.
-        max_work_group: work-items of a work-group.
-        float_vector_width: floats in a vector register (16 with AVX-512); 1 where there are none.
-        dot_bf16: the processor's dot product of bfloat16 (AVX512_BF16) compiles and computes right.
-        fast_dot_bf16: where there is one, it is faster than multiplying floats. AMD's processors run it at the rate of
-            a float's multiply-add, on twice the elements (1.7 to 2 times as fast on a Zen 5, 1.5 to 2 times on a
-            Zen 4). Intel's run it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two
-            Xeons, one of which hid its matrix units (AMX). The vendor tells, not a timing, because results must not
-            depend on what else the machine was doing.
-        amx: the processor's matrix unit (AMX) multiplies bfloat16, and float16 in two parts, right, in this process.
-        amx_fp16: it multiplies float16 as it is.
-        compute_capability: NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices.
-        gfx: the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices.
-        dpas: whether an Intel GPU lists its matrix instruction.
-        exchange: how work-items of a group bring their sums together: EXCHANGE of kernels/group_sum.clh.
-    """
-
-    is_cpu: bool
-    compute_units: int
-    half_storage: bool
-    max_parameter_bytes: int
-    local_memory_bytes: int
-    max_work_group: int
-    float_vector_width: int
-    dot_bf16: bool | Probe
+    is_cpu: bool  # kernels that block for caches and vector registers pay off here, local memory does not
+    compute_units: int  # how many work-groups run at once
+    half_storage: bool  # float16 loads and stores (``vload_half``, ``vstore_half_rte``) compile and round right
+    max_parameter_bytes: int  # bytes of kernel arguments a launch can take
+    local_memory_bytes: int  # local memory of a work-group
+    max_work_group: int  # work-items of a work-group
+    float_vector_width: int  # floats in a vector register (16 with AVX-512); 1 where there are none
+    dot_bf16: bool | Probe  # the processor's dot product of bfloat16 (AVX512_BF16) compiles and computes right
+    # where there is one, it is faster than multiplying floats. AMD's processors run it at the rate of a float's
+    # multiply-add, on twice the elements (1.7 to 2 times as fast on a Zen 5, 1.5 to 2 times on a Zen 4). Intel's run
+    # it at half that rate: 187 against 281 and 153 against 245 GFLOP/s were measured on two Xeons, one of which hid
+    # its matrix units (AMX). The vendor tells, not a timing, because results must not depend on what else the machine
+    # was doing.
     fast_dot_bf16: bool
+    # the processor's matrix unit (AMX) multiplies bfloat16, and float16 in two parts, right, in this process
     amx: bool | Probe = False
-    amx_fp16: bool | Probe = False
+    amx_fp16: bool | Probe = False  # it multiplies float16 as it is
+    # NVIDIA's number (major, minor) for what instructions its GPU has; (0, 0) of other devices
     compute_capability: tuple[int, int] = (0, 0)
-    gfx: tuple[int, int] = (0, 0)
-    dpas: bool = False
-    exchange: str = "TREE"
+    gfx: tuple[int, int] = (0, 0)  # the same of AMD's GPUs, (11, 0) of a gfx1100; (0, 0) of other devices
+    dpas: bool = False  # whether an Intel GPU lists its matrix instruction
+    exchange: str = "TREE"  # how work-items of a group bring their sums together: EXCHANGE of kernels/group_sum.clh
 
     @property
     def instructions(self) -> str:

@@ -187,19 +187,13 @@ def source(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of ``kernels/``; two of the same file and name are one.
+    """A kernel of ``kernels/``; two of the same file and name are one."""
 
-    Attributes:
-        file: name of the file.
-        name: of the kernel in it.
-        finish: what makes the program's binary out of the compiler's; None where that is good as it is.
-        options: of one maker's compiler.
-    """
-
-    file: str
-    name: str
+    file: str  # name of the file
+    name: str  # of the kernel in it
+    # what makes the program's binary out of the compiler's; None where that is good as it is
     finish: Finish | None = None
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # of one maker's compiler
 
     def __call__(
         self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,

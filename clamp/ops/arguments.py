@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge
+from clamp.bridge import Tensor
 
 
 def whole_number(function: str, argument: str, value: Any, least: int | None = None, instead: str = "") -> int:
@@ -66,6 +67,18 @@ def probability(function: str, argument: str, value: Any) -> float:
     if not 0 <= number(function, argument, value) <= 1:  # a NaN is not either
         raise ValueError(f"{function}: {argument} is {value!r}; it must be a number from 0 to 1")
     return float(value)
+
+
+def require_gradient(function: str, grad: Tensor, shape: Sequence[int]) -> None:
+    """Raises ValueError for a gradient of another shape than the result's."""
+    if tuple(grad.shape) != tuple(shape):
+        raise ValueError(f"{function}: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(shape)}")
+
+
+def require_nchw(function: str, shape: Sequence[int]) -> None:
+    """Raises ValueError unless channels are found where they are meant to be."""
+    if len(shape) != 4:
+        raise ValueError(f"{function} takes x of shape (N, C, H, W), got {tuple(shape)}")
 
 
 def axis_of(function: str, axis: Any, ndim: int) -> int:

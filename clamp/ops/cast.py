@@ -20,12 +20,7 @@ _launches = Prepared(1024)
 
 
 def cast(x: Tensor, out_dtype: str) -> Tensor:
-    """x as ``out_dtype``, rounded to nearest even (numpy's ``astype``, bit for bit); x itself if it is that already.
-
-    Args:
-        x: tensor of any shape, float32, float16 or bfloat16.
-        out_dtype: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-    """
+    """x as ``out_dtype``, rounded to nearest even (numpy's ``astype``, bit for bit); x itself if it is that already."""
     if bridge.STORAGE[x.dtype] == bridge.STORAGE[out_dtype]:
         return x
     y = bridge.empty(x.queue, x.shape, out_dtype)

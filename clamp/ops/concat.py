@@ -36,16 +36,7 @@ class Part:
 
 
 def cat(tensors: Sequence[Tensor], axis: int, *, out_dtype: str, out: Tensor | None = None) -> Tensor:
-    """The tensors one after the other along an axis, in one launch for every eight of one dtype.
-
-    Args:
-        tensors: at least one; their other extents agree.
-        out_dtype: dtype of the result; int32 if theirs is.
-        out: where to write the result, if not to a new tensor.
-
-    Raises:
-        ValueError: there is no tensor, no such axis, the other extents differ, or ``out`` is not such a tensor.
-    """
+    """The tensors one after the other along an axis, in one launch for every eight of one dtype."""
     if not tensors:
         raise ValueError("cat needs at least one tensor")
     shape = tuple(tensors[0].shape)
@@ -64,15 +55,8 @@ def split(
     x: Tensor, axis: int, stretches: Sequence[tuple[int, int]], *, out_dtypes: Sequence[str],
     outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Copies of stretches (start, length) of x along an axis, in one launch for every eight of one dtype.
-
-    Args:
-        out_dtypes: dtype of each result.
-        outs: where to write each result, if not to a new tensor.
-
-    Raises:
-        ValueError: there is no such axis, a stretch is not inside it, or one of ``outs`` is not such a tensor.
-    """
+    """Copies of stretches (start, length) of x along an axis, in one launch for every eight of one dtype; in ``outs``,
+    where given."""
     axis = axis_of("split", axis, len(x.shape))
     parts = []
     for (start, length), dtype, out in zip(stretches, out_dtypes, outs or [None] * len(stretches), strict=True):
@@ -84,11 +68,7 @@ def split(
 
 
 def write_into(target: Tensor, x: Tensor, axis: int, start: int) -> None:
-    """Writes x over ``target`` along an axis, from ``start`` on, converted to the target's dtype.
-
-    Raises:
-        ValueError: there is no such axis, x does not fit there, or their other extents differ.
-    """
+    """Writes x over ``target`` along an axis, from ``start`` on, converted to the target's dtype."""
     axis = axis_of("write_into", axis, len(target.shape))
     require_same_but(axis, target.shape, x.shape, "write_into")
     require_inside(target.shape, axis, start, x.shape[axis], "write_into")
@@ -116,11 +96,7 @@ def assemble(queue: cl.CommandQueue, shape: Sequence[int], axis: int, parts: Ite
 
 
 def result_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, out: Tensor | None) -> Tensor:
-    """``out``, or a new tensor if there is none.
-
-    Raises:
-        ValueError: ``out`` has another shape or dtype.
-    """
+    """``out``, or a new tensor if there is none; ValueError if it has another shape or dtype."""
     if out is None:
         return bridge.empty(queue, shape, dtype)
     if tuple(out.shape) != tuple(shape) or bridge.canonical_dtype(out.dtype) != bridge.canonical_dtype(dtype):

@@ -92,26 +92,19 @@ def gather(
 
 @dataclass(frozen=True)
 class PartnerLoss:
-    """A loss over rows of partners, with what backward needs besides its inputs.
+    """A loss over rows of partners, with what backward needs besides its inputs."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        slopes: (N, 2), float32: each row's derivatives by the squared distances to its first and second partner.
-        divisor: what the sum over rows was divided by.
-    """
-
-    loss: Tensor
-    slopes: Tensor
-    divisor: float
+    loss: Tensor  # float32, shape (1,)
+    slopes: Tensor  # (N, 2), float32: each row's derivatives by the squared distances to its first and second partner
+    divisor: float  # what the sum over rows was divided by
 
 
 def triplet_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, margin: float, root: bool, mean: bool
 ) -> PartnerLoss:
-    """Sum or mean over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``.
+    """Sum or mean over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``; (N, n) each.
 
     Args:
-        anchor, positive, negative: (N, n), each float32, float16 or bfloat16.
         root: d is ``sqrt(squared distance + 1e-8)``, else the squared distance.
     """
     macros: dict[str, object] = {"TRIPLET": 1, **({"ROOT": 1} if root else {})}
@@ -124,7 +117,6 @@ def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: 
     """Sum or mean over rows of ``label * d**2 + (1 - label) * max(0, margin - d)**2``, d the distance of x and y.
 
     Args:
-        x, y: (N, n), each float32, float16 or bfloat16.
         labels: N numbers in any dtype of ``LABEL_STORAGE``; floating ones are cut to whole numbers, as in netcl.
     """
     macros: dict[str, object] = {
@@ -157,7 +149,6 @@ def partner_gradient(
 
     Args:
         first: which of the slopes belongs to ``partners[0]``; the other one belongs to ``partners[1]``.
-        grad: gradient of the loss, of one element.
     """
     (rows, n), queue = x.shape, x.queue
     out = bridge.empty(queue, x.shape, out_dtype)
@@ -186,19 +177,12 @@ FIRST_OF_CLASS = Kernel("triplets.cl", "first_of_class")
 
 @dataclass(frozen=True)
 class TripletLoss:
-    """A loss over triplets of a batch, with what backward needs besides the embeddings.
+    """A loss over triplets of a batch, with what backward needs besides the embeddings."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        slopes: (N, N), float32: the sum of losses' derivatives by the squared distances.
-        divisor: what the sum was divided by;
-        count: and, if there, the number it was divided by as well, on the device.
-    """
-
-    loss: Tensor
-    slopes: Tensor
-    divisor: float = 1.0
-    count: Tensor | None = None
+    loss: Tensor  # float32, shape (1,)
+    slopes: Tensor  # (N, N), float32: the sum of losses' derivatives by the squared distances
+    divisor: float = 1.0  # what the sum was divided by
+    count: Tensor | None = None  # and, if there, the number it was divided by as well, on the device
 
 
 def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> TripletLoss:
@@ -207,9 +191,9 @@ def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean:
     An anchor that has no positive, or no negative, adds 0.
 
     Args:
-        x: embeddings (N, n), float32, float16 or bfloat16.
+        x: embeddings (N, n).
         labels: N class numbers in any dtype of ``LABEL_STORAGE``.
-        root: d is ``sqrt(squared distance + 1e-8)``, else the squared distance.
+        root: as for ``triplet_loss``.
     """
     losses, slopes, _ = _over_anchors(HARDEST, x, labels, margin, root)
     divisor = float(max(x.shape[0], 1)) if mean else 1.0

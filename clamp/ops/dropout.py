@@ -21,7 +21,6 @@ def dropout(x: Tensor, p: float, seed: int | Drawn, out_dtype: str) -> Tensor:
     "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
     Args:
-        x: tensor of any shape, float32, float16 or bfloat16.
         p: in ``[0, 1)``, up to a multiple of 2^-32.
         seed: of any size; its lowest 64 bits count. One that is ``Drawn`` is drawn anew in replays.
     """

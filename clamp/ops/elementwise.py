@@ -208,13 +208,8 @@ def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tens
     """x with ``fill`` wherever the mask is not zero (NaN is not zero).
 
     Args:
-        x: float32, float16 or bfloat16, any shape.
         mask: float32, float16, bfloat16 or int32; repeated over x's leading elements, whatever its own shape.
         fill: rounded to ``out_dtype``, a finite one to a finite one: -1e9 is -65504 in float16.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: the mask's size does not divide x's.
     """
     repeats = _repeats(x, mask)
     out = elementwise("where", out_dtype, _row(mask), fill, bridge.view(x, (repeats, mask.size)))
@@ -222,11 +217,7 @@ def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tens
 
 
 def masked_fill_backward(grad: Tensor, mask: Tensor, *, out_dtype: str) -> Tensor:
-    """The gradient where the mask is zero, 0 elsewhere, whatever the gradient is there.
-
-    Raises:
-        ValueError: the mask's size does not divide the gradient's.
-    """
+    """The gradient where the mask is zero, 0 elsewhere, whatever the gradient is there."""
     repeats = _repeats(grad, mask)
     out = elementwise("where_grad_b", out_dtype, bridge.view(grad, (repeats, mask.size)), _row(mask))
     return bridge.view(out, grad.shape)

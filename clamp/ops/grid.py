@@ -14,6 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch
 from clamp.ops.reduce import reduce_sum
@@ -36,18 +37,10 @@ _CHANNELS_CPU = 8  # channels that share the search for the taps, where one work
 def grid_sample(
     x: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False, *, out_dtype: str
 ) -> Tensor:
-    """The image x at the places that grid names, interpolated between its four neighbouring pixels in fp32.
+    """The image x (N, C, H, W) at the places that grid (N, OH, OW, 2) names, between its four neighbouring pixels.
 
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16.
-        grid: (N, OH, OW, 2), any storage type: across and down, -1 .. 1 from edge to edge of the image (with
-            ``align_corners`` from centre to centre of its outer pixels). NaN samples NaN; what lies outside,
-            however far, samples the padding.
-        padding_mode: "zeros" or "border".
-        out_dtype: dtype of the result, (N, C, OH, OW).
-
-    Raises:
-        ValueError: shapes that do not belong together, an image without pixels, an unknown padding mode.
+    Places go across and down, -1 .. 1 from edge to edge of the image (with ``align_corners`` from centre to centre of
+    its outer pixels). NaN samples NaN; what lies outside, however far, samples the padding.
     """
     _check(x.shape, grid.shape, padding_mode)
     n, c, h, w = x.shape
@@ -71,17 +64,9 @@ def grid_sample(
 def grid_sample_backward_grid(
     grad: Tensor, x: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False, *, out_dtype: str
 ) -> Tensor:
-    """Gradient of ``grid_sample`` with respect to its grid; summed over channels in fp32.
-
-    Args:
-        grad: gradient of the result, (N, C, OH, OW), in any storage type.
-        out_dtype: dtype of the gradient returned.
-
-    Raises:
-        ValueError: shapes that do not belong together, an unknown padding mode.
-    """
+    """Gradient of ``grid_sample`` with respect to its grid; summed over channels in fp32."""
     _check(x.shape, grid.shape, padding_mode)
-    _check_gradient(grad.shape, (*x.shape[:2], *grid.shape[1:3]))
+    require_gradient("grid_sample", grad, (*x.shape[:2], *grid.shape[1:3]))
     out = bridge.empty(x.queue, grid.shape, out_dtype)
     if out.size == 0:
         return out
@@ -102,22 +87,14 @@ def grid_sample_backward_input(
     grad: Tensor, grid: Tensor, shape: Sequence[int], padding_mode: str = "zeros", align_corners: bool = False,
     *, out_dtype: str,
 ) -> Tensor:  # fmt: skip
-    """Gradient of ``grid_sample`` with respect to its image.
+    """Gradient of ``grid_sample`` with respect to its image, of this shape.
 
     Each band of rows of a few channels belongs to one work-item, which adds all positions up in their order: the
     same bits every time, without atomics, and nothing to sort. (Sorting positions by pixel would give a GPU more
     work-items, but needs several launches and room for every position.)
-
-    Args:
-        grad: gradient of the result, (N, C, OH, OW), in any storage type.
-        shape: the image's shape, (N, C, H, W).
-        out_dtype: dtype of the gradient returned; sums are formed in fp32.
-
-    Raises:
-        ValueError: shapes that do not belong together, an unknown padding mode.
     """
     _check(shape, grid.shape, padding_mode)
-    _check_gradient(grad.shape, (*shape[:2], *grid.shape[1:3]))
+    require_gradient("grid_sample", grad, (*shape[:2], *grid.shape[1:3]))
     out = bridge.empty(grad.queue, shape, "float32")
     if out.size:
         n, c, h, w = shape
@@ -139,15 +116,10 @@ def grid_sample_backward_input(
 
 
 def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool = False, *, out_dtype: str) -> Tensor:
-    """The grid that samples an image under affine maps: (N, OH, OW, 2), each place theta @ (across, down, 1).
+    """The grid that samples an image under affine maps theta, (N, 2, 3): each place is theta @ (across, down, 1).
 
     Args:
-        theta: (N, 2, 3), any storage type.
         size: (N, C, OH, OW) of what will be sampled; C does not count.
-        out_dtype: dtype of the grid; coordinates are computed in fp32.
-
-    Raises:
-        ValueError: theta or size have another shape, or their N differ.
     """
     if len(theta.shape) != 3 or tuple(theta.shape[1:]) != (2, 3):
         raise ValueError(f"affine_grid expects theta shape (N, 2, 3), got {theta.shape}")
@@ -168,15 +140,7 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool = False,
 
 
 def affine_grid_backward(grad: Tensor, align_corners: bool = False, *, out_dtype: str) -> Tensor:
-    """Gradient of ``affine_grid`` with respect to theta, (N, 2, 3); summed in fp32 in a fixed order.
-
-    Args:
-        grad: gradient of the grid, (N, OH, OW, 2), in any storage type.
-        out_dtype: dtype of the gradient returned.
-
-    Raises:
-        ValueError: grad has another shape.
-    """
+    """Gradient of ``affine_grid`` with respect to theta, (N, 2, 3); summed in fp32 in a fixed order."""
     if len(grad.shape) != 4 or grad.shape[3] != 2:
         raise ValueError(f"affine_grid: gradient of shape {grad.shape}, expected (N, OH, OW, 2)")
     n, oh, ow, _ = grad.shape
@@ -195,14 +159,7 @@ def affine_grid_backward(grad: Tensor, align_corners: bool = False, *, out_dtype
 
 
 def rotation(angles: Tensor, n: int) -> Tensor:
-    """The maps (N, 2, 3), float32, that turn n images about their centres by angles in radians.
-
-    Args:
-        angles: one or n elements, any storage type.
-
-    Raises:
-        ValueError: the number of angles is another.
-    """
+    """The maps (N, 2, 3), float32, that turn n images about their centres by one angle in radians, or n of them."""
     if angles.size not in (1, n):
         raise ValueError(f"rotate_2d_grid: {angles.size} angles for {n} images; pass one, or one for each")
     theta = bridge.empty(angles.queue, (n, 2, 3), "float32")
@@ -215,12 +172,7 @@ def rotation(angles: Tensor, n: int) -> Tensor:
 
 
 def rotation_backward(grad: Tensor, angles: Tensor, *, out_dtype: str) -> Tensor:
-    """Gradient of ``rotation`` with respect to its angles, in their shape.
-
-    Args:
-        grad: gradient of the maps, (N, 2, 3), in any storage type.
-        out_dtype: dtype of the gradient returned.
-    """
+    """Gradient of ``rotation`` with respect to its angles, in their shape."""
     out = bridge.empty(angles.queue, angles.shape, out_dtype)
     if out.size:
         sizes = launch(angles.queue, angles.size)
@@ -246,11 +198,6 @@ def _check(shape: Sequence[int], grid: Sequence[int], padding_mode: str) -> None
         raise ValueError(f"grid_sample: an input of shape {tuple(shape)} has no pixels to sample")
     if shape[2] * shape[3] >= 2**31:
         raise ValueError(f"grid_sample: planes of {shape[2]} x {shape[3]} elements are too large")
-
-
-def _check_gradient(got: Sequence[int], expected: Sequence[int]) -> None:
-    if tuple(got) != tuple(expected):
-        raise ValueError(f"grid_sample: gradient of shape {tuple(got)} for a result of shape {tuple(expected)}")
 
 
 def _macros(x: Tensor, grid: Tensor, padding_mode: str, span: int) -> dict[str, object]:

@@ -46,14 +46,9 @@ def index_select(
     """The places of x along an axis that ``index`` names, in its order; bits are kept where the dtype is.
 
     Args:
-        x: float32, float16, bfloat16 or int32.
-        index: int32.
-        out_dtype: dtype of the result; int32 if x is.
+        x: float32, float16, bfloat16 or int32; the result is int32 if it is.
         missing: what stands where an index names no place: NaN (the lowest integer, if x is int32) or 0.
         out: where to write the result, if not to a new tensor.
-
-    Raises:
-        ValueError: there is no such axis, it is empty, or ``out`` is not such a tensor.
     """
     axis = axis_of("index_select", axis, len(x.shape))
     outer, dim, inner = around_axis(x.shape, axis)
@@ -87,17 +82,12 @@ def index_select(
 def index_add(x: Tensor, shape: Sequence[int], axis: int, index: Tensor, out: Tensor, base: Tensor | None) -> None:
     """``out = base``, with the places of x added to those along an axis that ``index`` names; without a base, to 0.
 
-    Sums are formed in fp32, in the order of x, and rounded once: the same bits every time. A place of ``out`` that
-    nothing is added to keeps the base's value.
+    Sums are formed in the order of x: the same bits every time. A place of ``out`` that nothing is added to keeps the
+    base's value.
 
     Args:
         x: what is added: ``index.size`` places along the axis, and the other extents of ``shape``.
-        shape: of out, and of base.
-        index: int32.
-        out, base: in any storage types; they may be one tensor.
-
-    Raises:
-        ValueError: there is no such axis, or x has another shape.
+        shape: of out, and of base, which may be one tensor.
     """
     axis = axis_of("index_add", axis, len(shape))
     require_same_but(axis, shape, x.shape, "index_add")
@@ -186,12 +176,7 @@ def sort_positions(index: Tensor, dim: int, tile: int) -> tuple[Tensor, Tensor]:
 
 
 def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
-    """A row of ``classes`` zeros for each index, with a one where it says; none where it is no class (or negative).
-
-    Args:
-        index: int32.
-        out_dtype: float32, float16 or bfloat16.
-    """
+    """A row of ``classes`` zeros for each index, with a one where it says; none where it is no class (or negative)."""
     out = bridge.zeros(index.queue, (index.size, classes), out_dtype)
     if out.size:
         span = span_for(index.queue, index.size)
@@ -225,16 +210,7 @@ _WORD = {2: "ushort", 4: "uint"}
 
 
 def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
-    """The place of the largest element along an axis, int32; the first of equal ones. NaN is the largest, as in numpy.
-
-    Args:
-        x: float32, float16 or bfloat16.
-        axis: the axis, which must not be empty.
-        keepdims: whether it stays, with extent 1.
-
-    Raises:
-        ValueError: there is no such axis, or it is empty.
-    """
+    """The place of the largest element along an axis, int32; the first of equal ones. NaN is the largest (numpy)."""
     axis = axis_of("argmax", axis, len(x.shape))
     outer, n, inner = around_axis(x.shape, axis)
     if n == 0:
@@ -265,13 +241,6 @@ def topk(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
 
     Equal elements (-0 and 0 are equal) come in the order of their places. NaN comes last, after -inf, as in netcl's
     numpy backend.
-
-    Args:
-        x: float32, float16 or bfloat16.
-        k: 1 .. extent of the axis.
-
-    Raises:
-        ValueError: there is no such axis, or k is out of range.
     """
     axis = axis_of("topk", axis, len(x.shape))
     outer, n, inner = around_axis(x.shape, axis)

@@ -21,42 +21,26 @@ _EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries or keys.
+    """Queries or keys."""
 
-    Attributes:
-        given: (N, n), as they were given.
-        value: as they were multiplied: normalized, in float32, or as given.
-        norms: N norms, float32; None if the rows are not normalized.
-    """
-
-    given: Tensor
-    value: Tensor
-    norms: Tensor | None
+    given: Tensor  # (N, n), as they were given
+    value: Tensor  # as they were multiplied: normalized, in float32, or as given
+    norms: Tensor | None  # N norms, float32; None if the rows are not normalized
 
 
 @dataclass(frozen=True)
 class InfoNCE:
-    """The loss, with what backward needs.
+    """The loss, with what backward needs."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        queries, keys: the rows whose products are the similarities.
-        similarities: (N, N), float32.
-        tops, totals: of the softmax of every row, and after those, if symmetric, of every column.
-        temperature: what similarities are divided by.
-        symmetric: whether columns count as rows do.
-        divisor: what the sum of the rows' (and columns') losses was divided by.
-    """
-
-    loss: Tensor
+    loss: Tensor  # float32, shape (1,)
     queries: Rows
-    keys: Rows
-    similarities: Tensor
+    keys: Rows  # queries, keys: the rows whose products are the similarities
+    similarities: Tensor  # (N, N), float32
     tops: Tensor
-    totals: Tensor
-    temperature: float
-    symmetric: bool
-    divisor: float
+    totals: Tensor  # tops, totals: of the softmax of every row, and after those, if symmetric, of every column
+    temperature: float  # what similarities are divided by
+    symmetric: bool  # whether columns count as rows do
+    divisor: float  # what the sum of the rows' (and columns') losses was divided by
 
 
 def info_nce(
@@ -65,8 +49,6 @@ def info_nce(
     """Cross entropy of ``softmax(q @ k.T / temperature)`` against the diagonal, summed or averaged over the rows.
 
     Args:
-        queries, keys: (N, n), each float32, float16 or bfloat16; row i of one belongs to row i of the other.
-        temperature: positive.
         normalize: rows are divided by their norm plus 1e-8 first.
         symmetric: the average of this loss and that of the transposed similarities.
     """
@@ -95,11 +77,7 @@ def info_nce(
 def info_nce_gradients(
     forward: InfoNCE, grad: Tensor, query_dtype: str | None, key_dtype: str | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None.
-
-    Args:
-        grad: gradient of the loss, of one element.
-    """
+    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None."""
     slopes = _slopes(forward, grad)
     q, k = forward.queries, forward.keys
     return (

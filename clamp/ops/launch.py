@@ -64,19 +64,12 @@ def group_macros(queue: cl.CommandQueue, group: int) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Division of rows among work-groups by a kernel that goes through whole rows.
+    """Division of rows among work-groups by a kernel that goes through whole rows."""
 
-    Attributes:
-        group: work-items of a work-group.
-        each: rows a work-group does one after the other.
-        groups: work-groups.
-        macros: what the kernel is built with.
-    """
-
-    group: int
-    each: int
-    groups: int
-    macros: dict[str, object]
+    group: int  # work-items of a work-group
+    each: int  # rows a work-group does one after the other
+    groups: int  # work-groups
+    macros: dict[str, object]  # what the kernel is built with
 
     @property
     def global_size(self) -> tuple[int]:

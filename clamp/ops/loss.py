@@ -30,17 +30,11 @@ LABEL_STORAGE = {**bridge.STORAGE, "int32": "i32", "int": "i32", "int64": "i64"}
 
 @dataclass(frozen=True)
 class RowLoss:
-    """A loss over rows of logits, with what backward needs besides its inputs.
+    """A loss over rows of logits, with what backward needs besides its inputs."""
 
-    Attributes:
-        loss: float32, shape (1,).
-        stats: a few floats per row: the softmax's maximum and sum, or hinge's true class.
-        count: rows that count, at least 1, as float32 of shape (1,) on the device; for labels only.
-    """
-
-    loss: Tensor
-    stats: Tensor
-    count: Tensor | None = None
+    loss: Tensor  # float32, shape (1,)
+    stats: Tensor  # a few floats per row: the softmax's maximum and sum, or hinge's true class
+    count: Tensor | None = None  # rows that count, at least 1, as float32 of shape (1,) on the device; for labels only
 
 
 def _launch_losses(
@@ -80,13 +74,13 @@ def _mean(losses: Tensor) -> Tensor:
 
 
 def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
-    """Mean cross entropy of logits against class numbers, over the rows that are not ignored.
+    """Mean cross entropy of logits x (N, C) against class numbers, over the rows that are not ignored.
+
+    A label that is no class makes the loss and the row's gradient NaN (nothing is read out of bounds). If all rows are
+    ignored, the loss is 0.
 
     Args:
-        x: logits (N, C), float32, float16 or bfloat16.
-        labels: N whole numbers, in any dtype of ``LABEL_STORAGE``. A label that is no class makes the loss and the
-            row's gradient NaN (nothing is read out of bounds).
-        ignore_index: rows with this label have no part in loss and gradient. If all have it, the loss is 0.
+        labels: N whole numbers, in any dtype of ``LABEL_STORAGE``.
     """
     macros = {"LABELS": 1, "LABEL_T": LABEL_STORAGE[labels.dtype]}
     losses, stats, plan = _launch_losses(LABEL_LOSS, x, labels, ignore_index, **macros)
@@ -112,12 +106,8 @@ def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, ou
 
 
 def probability_loss(x: Tensor, t: Tensor) -> RowLoss:
-    """Mean over rows of cross entropy, ``sum(t * (log(sum(exp(x))) - x))``, against probabilities or one-hot rows.
-
-    Args:
-        x: logits (N, C).
-        t: targets (N, C). Both float32, float16 or bfloat16. Where t is 0, x may be -inf.
-    """
+    """Mean over rows of cross entropy, ``sum(t * (log(sum(exp(x))) - x))``, of logits x (N, C) against probabilities or
+    one-hot rows t. Where t is 0, x may be -inf."""
     losses, stats, _ = _launch_losses(PROBABILITY_LOSS, x, t, PROBABILITIES=1, T_T=bridge.STORAGE[t.dtype])
     return RowLoss(_mean(losses), stats)
 
@@ -131,9 +121,7 @@ def probability_gradient(x: Tensor, t: Tensor, forward: RowLoss, grad: Tensor, o
 def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
     """Mean over rows of ``sum(max(0, margin + x[c] - x[true]))`` over the classes c that are not the true one.
 
-    Args:
-        x: logits (N, C).
-        t: one-hot rows (N, C): the true class is the first that is not 0. A row of zeros has none, and score 0.
+    That is the first of a one-hot row of t that is not 0. A row of zeros has none, and score 0.
     """
     losses, stats, _ = _launch_losses(HINGE_LOSS, x, t, margin, HINGE=1, T_T=bridge.STORAGE[t.dtype])
     return RowLoss(_mean(losses), stats)

@@ -100,7 +100,6 @@ def loss_gradient(
 
     Args:
         grad: gradient of the loss: one element, or one for each of the prediction's.
-        out_dtype: dtype of the gradient returned.
     """
     macros = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
     each = {"G_EACH": 1} if grad.size == operands[0].size else {}

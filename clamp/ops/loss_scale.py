@@ -19,6 +19,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.program import Kernel, Prepared
+from clamp.ops.elementwise import elementwise
+from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.multi_tensor import unscale_
 
 ASSIGN = Kernel("loss_scale.cl", "assign")
@@ -52,21 +54,13 @@ _WORDS = np.dtype(
 
 
 class ScaleState(NamedTuple):
-    """A loss scale at one moment, as read from the device in one piece.
+    """A loss scale at one moment, as read from the device in one piece."""
 
-    Attributes:
-        scale: the factor on the loss.
-        growth_tracker: clean steps since the last overflow or growth of the scale.
-        overflow: bits of the optimizers whose gradients have overflowed since their last step.
-        bad_steps: overflowed steps in a row that have not lowered the scale yet.
-        nans: as overflow, of those that have met a nan.
-    """
-
-    scale: float
-    growth_tracker: int
-    overflow: int
-    bad_steps: int
-    nans: int = 0
+    scale: float  # the factor on the loss
+    growth_tracker: int  # clean steps since the last overflow or growth of the scale
+    overflow: int  # bits of the optimizers whose gradients have overflowed since their last step
+    bad_steps: int  # overflowed steps in a row that have not lowered the scale yet
+    nans: int = 0  # as overflow, of those that have met a nan
 
 
 class AppliedScale:
@@ -243,3 +237,49 @@ def _assign(words: Words, fields: Mapping[str, float]) -> None:
         words[name] = value
     with np.errstate(over="ignore"):  # of a scale below the normal float32: then every gradient overflows
         words["multiplier"] = 1 / words["scale"].astype(np.float64)
+
+
+# ---------------------------------------------------------------------------------------------- of one layer
+
+# By which power of two a layer's gradient is multiplied before it is rounded to 16 bits. After Zhao et al., "Adaptive
+# Loss Scaling for Mixed Precision Training" (2019, arXiv:1910.12385), who find a scale for each layer in each step.
+# Theirs is found from the statistics of a layer's weights and gradients, and goes on to the next layer; this one from
+# the largest magnitude of the gradient itself, and is taken off again behind the layer.
+
+LARGEST = Kernel("layer_scale.cl", "largest")
+FIT = Kernel("layer_scale.cl", "fit")
+
+
+def fitted(grad: Tensor, dtype: str, scale: AppliedScale) -> tuple[Tensor, Tensor]:
+    """A gradient in 16 bits, multiplied by the power of two with which it fits best, and that power's reciprocal.
+
+    Enqueues three launches, and does not wait: what the power is only the device knows.
+
+    Args:
+        grad: float32, float16 or bfloat16, any shape.
+        dtype: ``"float16"`` or ``"bfloat16"``.
+        scale: the loss scale of the pass, which says how much room there is above (kernels/layer_scale.cl).
+
+    Returns:
+        The gradient in ``dtype``, of the same shape; a float32, of shape (1,).
+    """
+    queue, n = grad.queue, grad.size
+    count, span = parts_of(queue, 1, n)
+    plan = plan_rows(queue, count, min(n, span))
+    parts = bridge.empty(queue, (count,), "float32")
+    up, down = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
+    LARGEST(
+        queue, plan.global_size, plan.local_size, grad, parts, n, span, count, plan.each,
+        X_T=bridge.STORAGE[grad.dtype], **plan.macros,
+    )  # fmt: skip
+    with scale_lock:
+        FIT(
+            queue, (1,), (1,), parts, up, down, scale.buffer(queue), count,
+            X_T=bridge.STORAGE[grad.dtype], **plan.macros,
+        )  # fmt: skip
+    return elementwise("mul", dtype, grad, up), down
+
+
+def taken_off(grad: Tensor, down: Tensor) -> Tensor:
+    """A gradient that came of a ``fitted`` one, in float32, without that one's power of two."""
+    return elementwise("mul", "float32", grad, down)

@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import open_slots, slots_for, tiles_of
+from clamp.ops.slots import open_slots, require_readable, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 
@@ -61,10 +61,11 @@ def check_(tensors: Sequence[Tensor], state: cl.Buffer) -> None:
         state: as for ``unscale_``.
 
     Raises:
-        ValueError: the queues differ.
-        TypeError: a dtype is not one of the above, or a tensor is on netcl's numpy backend.
+        ValueError, TypeError: as ``unscale_``.
     """
-    _check_sources(tensors)
+    require_readable("check_", tensors)
+    if tensors:
+        bridge.require_same_queue("check_", *tensors)
     _run(_distinct(tensors, tensors), state, state, only_check=1)
 
 
@@ -115,25 +116,11 @@ def _distinct(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterable[
     return written.values()
 
 
-def _check_sources(tensors: Sequence[Tensor]) -> None:
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype not in bridge.STORAGE:
-            raise TypeError(f"check_: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
-        if not bridge.on_device(tensor):
-            raise TypeError(f"check_: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
-    if tensors:
-        bridge.require_same_queue("check_", *tensors)
-
-
-def _by_kind(pairs: Iterable[Pair]) -> dict[str, list[Pair]]:
+def _run(pairs: Iterable[Pair], state: cl.Buffer, multiplier: cl.Buffer, only_check: int) -> None:
     kinds: dict[str, list[Pair]] = {}
     for pair in pairs:
         kinds.setdefault(bridge.STORAGE[pair[0].dtype], []).append(pair)
-    return kinds
-
-
-def _run(pairs: Iterable[Pair], state: cl.Buffer, multiplier: cl.Buffer, only_check: int) -> None:
-    for kind, some in _by_kind(pairs).items():
+    for kind, some in kinds.items():
         # The same storage for source and target is passed once, which leaves room for more tensors.
         in_place = all(same for _, _, same in some)
         slots = slots_for(some[0][0].queue, len(some), 1 if in_place else 2, _OTHER_ARGUMENTS_BYTES)

@@ -12,6 +12,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops import norm_sets
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch, parts_of, plan_rows
 from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, Tensors, storage_types
@@ -36,15 +37,9 @@ def batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``act((x - mean) / sqrt(var + eps) * gamma + beta)`` with each channel's statistics of this batch.
 
-    The running statistics become ``(1 - momentum) * running + momentum * batch`` (with the biased variance, as
-    netcl has it) in place, without a word to the host; a batch with a mean or variance that is not finite in any
-    channel leaves all of them as they are.
-
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16.
-        gamma, beta: C elements each, any storage type.
-        running_mean, running_var: C elements each, of one storage type; None to keep none.
-        out_dtype: dtype of the result.
+    The running statistics, if there are any, become ``(1 - momentum) * running + momentum * batch`` (with the biased
+    variance, as netcl has it) in place, without a word to the host; a batch with a mean or variance that is not finite
+    in any channel leaves all of them as they are.
 
     Returns:
         The result, and the batch's fp32 mean and biased variance, of shape (C,).
@@ -80,7 +75,7 @@ def batch_norm_inference(
     x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor,
     *, eps: float, out_dtype: str, activation: Activation = IDENTITY,
 ) -> Tensor:  # fmt: skip
-    """``act((x - mean) / sqrt(var + eps) * gamma + beta)`` with given statistics. Arguments as of ``batch_norm``."""
+    """``act((x - mean) / sqrt(var + eps) * gamma + beta)`` with given statistics."""
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if x.size:
         tensors = (x, gamma, beta, y, cast(mean, "float32"), cast(var, "float32"))
@@ -132,10 +127,6 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels.
 
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
-        gamma, beta: C elements each, any storage type.
-
     Returns:
         The result, and the fp32 mean and biased variance, of shape (N, groups).
     """
@@ -156,22 +147,15 @@ def batch_norm_backward(
     *, eps: float, dx_dtype: str | None, training: bool = True, parameters: bool = True,
     activation: Activation = IDENTITY,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of ``batch_norm``, or of ``batch_norm_inference`` if not ``training``.
+    """Gradients of ``batch_norm``, or of ``batch_norm_inference`` if not ``training``: of x, gamma and beta, the latter
+    two in their parameters' dtypes.
 
     Args:
         beta: read only to find where the activation was negative.
-        grad: gradient of the result, of x's shape, any storage type.
         mean, var: the statistics that forward used, fp32.
-        dx_dtype: dtype of x's gradient; None if it is not wanted.
         parameters: whether the gradients of gamma and beta are wanted.
-
-    Returns:
-        Gradients of x, gamma and beta; the latter two in their parameters' dtypes.
-
-    Raises:
-        ValueError: the gradient has another shape than x.
     """
-    _require_gradient_of(x, grad)
+    require_gradient("norm", grad, x.shape)
     sets = Sets.channels_of(x)
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0:
@@ -203,12 +187,8 @@ def group_norm_backward(
     x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, var: Tensor, groups: int,
     *, eps: float, dx_dtype: str, dgamma_dtype: str | None, dbeta_dtype: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of ``group_norm``: of x, and of gamma and beta (shape (C,)) unless their dtype is None.
-
-    Raises:
-        ValueError: the gradient has another shape than x.
-    """
-    _require_gradient_of(x, grad)
+    """Gradients of ``group_norm``: of x, and of gamma and beta (shape (C,)) unless their dtype is None."""
+    require_gradient("norm", grad, x.shape)
     sets = Sets.groups_of(x, groups)
     dx = bridge.empty(x.queue, x.shape, dx_dtype)
     make = bridge.empty if x.size else bridge.zeros
@@ -222,11 +202,6 @@ def group_norm_backward(
         for total, dtype in ((plane_gamma, dgamma_dtype), (plane_beta, dbeta_dtype))
     )
     return dx, dgamma, dbeta
-
-
-def _require_gradient_of(x: Tensor, grad: Tensor) -> None:
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
 
 
 # -------------------------------------------------------------------------------------------- kernels

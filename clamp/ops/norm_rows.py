@@ -10,7 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import around_axis
+from clamp.ops.arguments import around_axis, require_gradient
 from clamp.ops.launch import RowPlan, plan_rows
 from clamp.ops.reduce import reduce_sum
 
@@ -22,11 +22,6 @@ _ROWS_SUMMED = 512  # rows that a work-group adds up one by one, at most: their 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis; the variance is that of the centred row.
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma, beta: n elements each, any storage type.
-        out_dtype: dtype of the result.
 
     Returns:
         The result, and the fp32 mean and biased variance, of shape (..., 1).
@@ -40,21 +35,12 @@ def layer_norm_backward(
     x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, var: Tensor,
     *, eps: float, dx_dtype: str, dgamma_dtype: str | None, dbeta_dtype: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of ``layer_norm``: of x, and of gamma and beta (shape (n,)) unless their dtype is None.
-
-    Raises:
-        ValueError: the gradient has another shape than x.
-    """
+    """Gradients of ``layer_norm``: of x, and of gamma and beta (shape (n,)) unless their dtype is None."""
     return _backward("LAYER", x, gamma, grad, mean, var, eps, dx_dtype, dgamma_dtype, dbeta_dtype)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tensor]:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma: n elements, any storage type.
-        out_dtype: dtype of the result.
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis.
 
     Returns:
         The result, and each row's fp32 ``1 / sqrt(mean x^2 + eps)``, of shape (rows,).
@@ -66,11 +52,7 @@ def rms_norm(x: Tensor, gamma: Tensor, *, eps: float, out_dtype: str) -> tuple[T
 def rms_norm_backward(
     x: Tensor, gamma: Tensor, grad: Tensor, inverse: Tensor, *, dx_dtype: str, dgamma_dtype: str | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of ``rms_norm``: of x, and of gamma (shape (n,)) unless its dtype is None.
-
-    Raises:
-        ValueError: the gradient has another shape than x.
-    """
+    """Gradients of ``rms_norm``: of x, and of gamma (shape (n,)) unless its dtype is None."""
     dx, dgamma, _ = _backward("RMS", x, gamma, grad, inverse, inverse, 0.0, dx_dtype, dgamma_dtype, None)
     return dx, dgamma
 
@@ -82,11 +64,7 @@ def l2_normalize(x: Tensor, *, eps: float, out_dtype: str) -> tuple[Tensor, Tens
 
 
 def l2_normalize_backward(x: Tensor, grad: Tensor, norm: Tensor, *, eps: float, dx_dtype: str) -> Tensor:
-    """Gradient of ``l2_normalize``; a row of zeros gets ``grad / eps``.
-
-    Raises:
-        ValueError: the gradient has another shape than x.
-    """
+    """Gradient of ``l2_normalize``; a row of zeros gets ``grad / eps``."""
     return _backward("UNIT", x, x, grad, norm, norm, eps, dx_dtype, None, None)[0]
 
 
@@ -114,8 +92,7 @@ def _backward(
     kind: str, x: Tensor, gamma: Tensor, grad: Tensor, mean: Tensor, kept: Tensor, eps: float, dx_dtype: str,
     dgamma_dtype: str | None, dbeta_dtype: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"norm: gradient of shape {tuple(grad.shape)} for a result of shape {tuple(x.shape)}")
+    require_gradient("norm", grad, x.shape)
     dx = bridge.empty(x.queue, x.shape, dx_dtype)
     rows, n, _ = around_axis(x.shape, -1)
     if x.size == 0:

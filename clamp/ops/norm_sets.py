@@ -20,15 +20,10 @@ _RUN = 1024  # elements that are worth a run of their own
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation after a batch norm, in the same kernel.
+    """Activation after a batch norm, in the same kernel."""
 
-    Attributes:
-        kind: the kernels' number for it: 0 nothing, 1 relu, 2 leaky relu.
-        slope: leaky relu's factor for negative values.
-    """
-
-    kind: int = 0
-    slope: float = 0.0
+    kind: int = 0  # the kernels' number for it: 0 nothing, 1 relu, 2 leaky relu
+    slope: float = 0.0  # leaky relu's factor for negative values
 
 
 IDENTITY = Activation()
@@ -141,21 +136,13 @@ def in_phases(queue: cl.CommandQueue) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """Division of the blocks of each set among work-groups.
+    """Division of the blocks of each set among work-groups."""
 
-    Attributes:
-        sets: how many there are.
-        group: work-items of a work-group.
-        parts: work-groups of a set.
-        span: blocks of a part.
-        macros: what kernels are built with.
-    """
-
-    sets: int
-    group: int
-    parts: int
-    span: int
-    macros: dict[str, object]
+    sets: int  # how many there are
+    group: int  # work-items of a work-group
+    parts: int  # work-groups of a set
+    span: int  # blocks of a part
+    macros: dict[str, object]  # what kernels are built with
 
     def sizes(self, more: int = 0) -> tuple[tuple[int], tuple[int]]:
         """Work-items of a launch of all parts, and perhaps of more work-groups, and those of a work-group."""

@@ -36,19 +36,12 @@ _OTHER_ARGUMENTS_BYTES = 56  # tile table, keys, and numbers of a rule
 
 
 class Copy(NamedTuple):
-    """A 16-bit copy of a parameter that is written with it, or the parts of which it consists.
+    """A 16-bit copy of a parameter that is written with it, or the parts of which it consists."""
 
-    Attributes:
-        tensor: float16 or bfloat16, of as many elements.
-        keeps: one of ``PARTS``: how the parameter itself is kept.
-        rest: where that is in two parts, the other one, of 16-bit words.
-        key: what chance depends on besides the step and the place of an element, from 0 to 2^32 - 1.
-    """
-
-    tensor: Tensor
-    keeps: str = "copy"
-    rest: Tensor | None = None
-    key: int = 0
+    tensor: Tensor  # float16 or bfloat16, of as many elements
+    keeps: str = "copy"  # one of ``PARTS``: how the parameter itself is kept
+    rest: Tensor | None = None  # where that is in two parts, the other one, of 16-bit words
+    key: int = 0  # what chance depends on besides the step and the place of an element, from 0 to 2^32 - 1
 
 
 class MultiUpdate:

@@ -6,6 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.arguments import require_gradient, require_nchw
 from clamp.ops.launch import launch, plan_rows
 
 PAD_ROWS = Kernel("pad.cl", "pad_rows")
@@ -19,14 +20,7 @@ MODES = ("zero", "reflect")
 def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
     """x with ``pad`` elements more on each side of its planes: (N, C, H, W) -> (N, C, H + 2 pad, W + 2 pad).
 
-    Args:
-        x: float32, float16 or bfloat16.
-        pad: width of the border, at least 0.
-        mode: ``"zero"``, or ``"reflect"``, which mirrors the plane with its edge (numpy's ``"symmetric"``).
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: x is not NCHW, the mode is another, or a mirrored border is wider than the plane.
+    ``"reflect"`` mirrors the plane with its edge (numpy's ``"symmetric"``).
     """
     n, c, height, width = _check(tuple(x.shape), pad, mode)
     out = bridge.empty(x.queue, (n, c, height + 2 * pad, width + 2 * pad), out_dtype)
@@ -36,19 +30,9 @@ def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
 
 
 def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
-    """Gradient of ``pad2d`` of a tensor of this shape; that of elements that are mirrored is summed in fp32.
-
-    Args:
-        grad: gradient of the result, in any storage type.
-        out_dtype: dtype of the gradient returned.
-
-    Raises:
-        ValueError: as ``pad2d``, or the gradient's shape is not that of the result.
-    """
+    """Gradient of ``pad2d`` of a tensor of this shape; that of elements that are mirrored is summed in fp32."""
     n, c, height, width = _check(shape, pad, mode)
-    expected = (n, c, height + 2 * pad, width + 2 * pad)
-    if tuple(grad.shape) != expected:
-        raise ValueError(f"pad2d: the gradient must have the result's shape {expected}, got {tuple(grad.shape)}")
+    require_gradient("pad2d", grad, (n, c, height + 2 * pad, width + 2 * pad))
     out = bridge.empty(grad.queue, shape, out_dtype)
     types = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
     _run((PAD_ROWS_BACKWARD, PAD_ELEMENTS_BACKWARD), grad, out, (height, width, pad), width, mode, types)
@@ -56,8 +40,7 @@ def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "
 
 
 def _check(shape: tuple[int, ...], pad: int, mode: str) -> tuple[int, int, int, int]:
-    if len(shape) != 4:
-        raise ValueError(f"pad2d takes a tensor of shape (N, C, H, W), got {shape}")
+    require_nchw("pad2d", shape)
     if mode not in MODES:
         raise ValueError(f"pad2d: mode must be one of {MODES}, got {mode!r}")
     if pad < 0 or (mode == "reflect" and pad > min(shape[2:])):

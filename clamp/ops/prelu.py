@@ -7,6 +7,7 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
+from clamp.ops.arguments import require_gradient
 from clamp.ops.elementwise import elementwise
 from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.reduce import reduce_sum
@@ -16,16 +17,7 @@ PRELU_BACKWARD = Kernel("prelu.cl", "prelu_backward")
 
 
 def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
-    """x where positive, slope * x elsewhere, computed in fp32.
-
-    Args:
-        x: float32, float16 or bfloat16; the channels are its second dimension, (N, C, ...).
-        slope: one element for each channel, or one for all, in any storage type and any shape.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: the number of slopes is another.
-    """
+    """x (N, C, ...) where positive, slope * x elsewhere: one slope for each channel, or one for all, in any shape."""
     beside = _beside(slope, x)
     n = _row(x, slope)
     if n == 1 or x.size == 0:
@@ -45,19 +37,9 @@ def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
 def prelu_backward(
     grad: Tensor, x: Tensor, slope: Tensor, *, dx_dtype: str | None, slope_dtype: str | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and of the slope, in their shapes; the slope's is summed in fp32 in a fixed order.
-
-    Args:
-        grad: gradient of the result, in any storage type.
-        x, slope: what the forward pass read.
-        dx_dtype, slope_dtype: dtypes of the gradients; None: not wanted.
-
-    Raises:
-        ValueError: the shapes do not belong together.
-    """
+    """Gradients of x and of the slope, in their shapes; the slope's is summed in fp32 in a fixed order."""
     beside = _beside(slope, x)
-    if tuple(grad.shape) != tuple(x.shape):
-        raise ValueError(f"prelu: gradient of shape {grad.shape} for a result of shape {x.shape}")
+    require_gradient("prelu", grad, x.shape)
     if slope_dtype is None:
         return (None if dx_dtype is None else elementwise("prelu_grad", dx_dtype, grad, x, beside)), None
     channels = slope.size

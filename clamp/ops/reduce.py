@@ -19,19 +19,10 @@ EXPAND_COLUMNS = Kernel("reduce.cl", "expand_columns")
 def reduce_sum(
     x: Tensor, axis: int | None = None, keepdims: bool = False, *, out_dtype: str, divisor: float = 1.0
 ) -> Tensor:
-    """Sum over one axis, or over everything, divided by ``divisor``; summed in fp32 and rounded once.
+    """Sum over one axis, or over everything, divided by ``divisor``.
 
     The sum is formed in blocks: its error is below ``(8 + n / 1024) * 2**-24 * sum|x|``, and the same input on the
     same device gives the same bits.
-
-    Args:
-        x: float32, float16 or bfloat16, any shape.
-        axis: the axis to sum over; None: all.
-        keepdims: whether that axis stays, with extent 1.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: there is no such axis.
     """
     outer, n, inner = around_axis(x.shape, axis)
     out = bridge.empty(x.queue, reduced_shape(x.shape, axis, keepdims), out_dtype)
@@ -66,15 +57,7 @@ def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: in
 
 
 def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtype: str, divisor: float = 1.0) -> Tensor:
-    """Spreads a reduced tensor back: the gradient of ``reduce_sum`` over ``axis`` of a tensor of this shape.
-
-    Args:
-        x: as many elements as ``shape`` without ``axis`` (one, with axis None), float32, float16 or bfloat16.
-        divisor: what every element is divided by.
-
-    Raises:
-        ValueError: x has another number of elements, or there is no such axis.
-    """
+    """Spreads a reduced tensor back: the gradient of ``reduce_sum`` over ``axis`` of a tensor of this shape."""
     outer, n, inner = around_axis(shape, axis)
     if x.size != outer * inner:
         raise ValueError(f"cannot expand a tensor of shape {x.shape} along axis {axis} to {tuple(shape)}")

@@ -32,16 +32,7 @@ _plans = Prepared(4096)
 def sum_to_shape(x: Tensor, shape: tuple[int, ...], out_dtype: str) -> Tensor:
     """The sum of x over every axis along which ``shape`` would be broadcast to x's shape.
 
-    Accumulated in float32 in a fixed order, whatever the storage types. With nothing to sum and nothing to
-    convert, x itself (or a view of it).
-
-    Args:
-        x: tensor of any shape, float32, float16 or bfloat16.
-        shape: a shape that numpy broadcasts to ``x.shape``.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: ``shape`` does not broadcast to ``x.shape``.
+    Accumulated in float32 in a fixed order. With nothing to sum and nothing to convert, x itself (or a view of it).
     """
     if x.shape == shape:
         return cast(x, out_dtype)
@@ -63,12 +54,7 @@ def sum_channels(x: Tensor, out_dtype: str) -> Tensor:
 
 
 def sum_axis(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str) -> Tensor:
-    """The sum over the middle axis of x, seen as ``[outer][rows][inner]``; shape ``(outer * inner,)``.
-
-    Args:
-        x: tensor of ``outer * rows * inner`` elements, float32, float16 or bfloat16.
-        out_dtype: dtype of the result; the accumulation is in float32.
-    """
+    """The sum over the middle axis of x, seen as ``[outer][rows][inner]``; shape ``(outer * inner,)``."""
     if outer * inner == 0 or rows == 0:
         return bridge.zeros(x.queue, (outer * inner,), out_dtype)
     fold = _fold(rows, inner)

@@ -15,7 +15,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.host_steps import refuse, unrecorded
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import GROUP_GPU, filled, in_turn, slots_for, tiles_of
+from clamp.ops.slots import GROUP_GPU, batches, filled, in_turn, tiles_of
 
 NOTE = Kernel("notes.cl", "note")
 TOTAL = Kernel("notes.cl", "total")
@@ -96,10 +96,9 @@ class Norms(Notes):
         """
         queue = tensors[0].queue
         total = bridge.empty(queue, (1,), "float32")
-        slots = slots_for(queue, len(tensors), 1, _OTHER_ARGUMENTS_BYTES)
         pieces: list[Callable[[], object]] = []
-        for start in range(0, len(tensors), slots):
-            these = tensors[start : start + slots]
+        for _, slots, indices in batches(tensors, 1, _OTHER_ARGUMENTS_BYTES):
+            these = [tensors[index] for index in indices]
             tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
             args = tiles.table, self._words, longest, total, *filled(these, slots)
             macros = {"X_T": "f32", "CLIP": 1, "DECADES": slots // 10, "WG": 1, "PIECES": pieces_for(queue)}
@@ -115,13 +114,8 @@ class Norms(Notes):
 
 def sum_squares(tensors: Sequence[Tensor], words: Tensor, row: int) -> None:
     """Adds up the squares of all elements of all tensors, by exponents, into the three words of a row."""
-    kinds: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(bridge.STORAGE[tensor.dtype], []).append(tensor)
-    parts = []
-    for kind, same in kinds.items():
-        slots = slots_for(same[0].queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
-        parts += [(kind, slots, same[start : start + slots]) for start in range(0, len(same), slots)]
+    found = batches(tensors, 1, _OTHER_ARGUMENTS_BYTES)
+    parts = [(kind, slots, [tensors[index] for index in indices]) for kind, slots, indices in found]
     queue, wg = tensors[0].queue, 1 if capabilities(tensors[0].queue).is_cpu else GROUP_GPU
     tiles = [tiles_of(queue, tuple([tensor.size for tensor in these])) for _, _, these in parts]
     counts = [one.grid[0][0] // wg for one in tiles]

@@ -22,20 +22,14 @@ _SPAN_CPU, _BLOCKS_CPU = 16, 4  # positions and blocks of that table: 16 KB, in 
 
 
 def rope(x: Tensor, positions: Tensor, base: float = 10000.0, *, inverse: bool = False, out_dtype: str) -> Tensor:
-    """Rotates the pairs (2t, 2t+1) of each row by the angle ``position * base ** (-2 t / D)``.
+    """Rotates the pairs (2t, 2t+1) of each row of x (..., T, D) by the angle ``position * base ** (-2 t / D)``.
 
     The angle is the float32 product of the position and of the power, which is rounded to float32 once; its cosine
     and sine are good to float32 however many turns it makes. The gradient is the inverse rotation.
 
     Args:
-        x: (..., T, D), float32, float16 or bfloat16; D even.
         positions: T elements, int32 or floating.
-        base: positive.
         inverse: whether to rotate by the negated angles.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: fewer than two dimensions, D odd, another number of positions, or a base that is not positive.
     """
     shape = tuple(x.shape)
     if len(shape) < 2 or shape[-1] % 2:

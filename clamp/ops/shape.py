@@ -33,15 +33,8 @@ class Axis:
 
 
 def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """A copy of x with its axes in the order ``dims``, as numpy's ``transpose``.
-
-    Args:
-        x: any dtype of 2 or 4 bytes.
-        dims: a permutation of 0 .. ndim-1.
-
-    Raises:
-        ValueError: dims is no permutation of x's axes, or moves more than 7 groups of axes independently.
-    """
+    """A copy of x with its axes in the order ``dims``, as numpy's ``transpose``; at most 7 groups of axes may move
+    independently."""
     dims = tuple(int(dim) for dim in dims)
     if sorted(dims) != list(range(len(x.shape))):
         raise ValueError(

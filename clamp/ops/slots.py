@@ -1,5 +1,5 @@
-"""Launches over many tensors (kernels/slots.clh): how many a launch takes, the tiles that it goes through, and what is
-done where some of several launches are made and one is not."""
+"""Launches over many tensors (kernels/slots.clh): what they read, how many a launch takes, the tiles that it goes
+through, and what is done where some of several launches are made and one is not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pyopencl as cl
 
+from clamp import bridge
+from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 
 T = TypeVar("T")
@@ -26,15 +28,10 @@ _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint
 
 @dataclass(frozen=True)
 class TensorTiles:
-    """The tiles of tensors of some sizes.
+    """The tiles of tensors of some sizes."""
 
-    Attributes:
-        table: the tiles on the device.
-        grid: global and local size of a launch with a work-group a tile.
-    """
-
-    table: cl.Buffer
-    grid: tuple[tuple[int], tuple[int]]
+    table: cl.Buffer  # the tiles on the device
+    grid: tuple[tuple[int], tuple[int]]  # global and local size of a launch with a work-group a tile
 
 
 def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: int) -> int:
@@ -54,6 +51,30 @@ def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: in
         fitting = (device.max_parameter_bytes - other_bytes) // (8 * pointers)
         most = max(10, min(_SLOTS, fitting // 10 * 10))
     return min(most, -(-count // 10) * 10)
+
+
+def require_readable(function: str, tensors: Sequence[Tensor]) -> None:
+    """Raises TypeError for a tensor that no such launch reads: of no floating dtype, or on netcl's numpy backend."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in bridge.STORAGE:
+            raise TypeError(f"{function}: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
+        if not bridge.on_device(tensor):
+            raise TypeError(f"{function}: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
+
+
+def batches(tensors: Sequence[Tensor], pointers: int, other_bytes: int) -> Iterator[tuple[str, int, list[int]]]:
+    """(storage type, slots, numbers of tensors) of each launch over tensors: those of one queue and type go together.
+
+    Args:
+        pointers, other_bytes: as for ``slots_for``.
+    """
+    kinds: dict[tuple[cl.CommandQueue, str], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
+    for (queue, kind), same in kinds.items():
+        slots = slots_for(queue, len(same), pointers, other_bytes)
+        for start in range(0, len(same), slots):
+            yield kind, slots, same[start : start + slots]
 
 
 def filled(tensors: Sequence[T], slots: int) -> list[T]:

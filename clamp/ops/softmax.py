@@ -5,7 +5,7 @@ from __future__ import annotations
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.arguments import around_axis
+from clamp.ops.arguments import around_axis, require_gradient
 from clamp.ops.launch import column_width, launch, plan_rows
 
 SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows")
@@ -18,16 +18,7 @@ _KEPT = 4096  # elements of a row that a CPU's work-item keeps as floats in its 
 
 
 def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along an axis, computed in fp32 relative to the largest element.
-
-    Args:
-        x: float32, float16 or bfloat16, at least one dimension.
-        axis: the axis that sums to one.
-        out_dtype: dtype of the result.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """``exp(x) / sum(exp(x))`` along an axis, computed in fp32 relative to the largest element."""
     outer, n, inner = around_axis(x.shape, axis, "softmax")
     out = bridge.empty(x.queue, x.shape, out_dtype)
     if out.size == 0:
@@ -51,18 +42,8 @@ def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
 
 
 def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
-    """Gradient of softmax from its result y: ``y * (grad - sum(grad * y))`` along the axis.
-
-    Args:
-        y: what ``softmax`` returned.
-        grad: gradient of y, of the same shape, in any storage type.
-        out_dtype: dtype of the gradient returned.
-
-    Raises:
-        ValueError: the shapes differ, or there is no such axis.
-    """
-    if tuple(y.shape) != tuple(grad.shape):
-        raise ValueError(f"softmax: gradient of shape {grad.shape} for a result of shape {y.shape}")
+    """Gradient of softmax from its result y: ``y * (grad - sum(grad * y))`` along the axis."""
+    require_gradient("softmax", grad, y.shape)
     outer, n, inner = around_axis(y.shape, axis, "softmax")
     out = bridge.empty(y.queue, y.shape, out_dtype)
     if out.size == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyopencl as cl
@@ -21,7 +21,7 @@ from clamp.opencl.host_steps import refuse
 from clamp.opencl.program import Kernel
 from clamp.ops import transfer
 from clamp.ops.launch import group_macros, pieces_for
-from clamp.ops.slots import GROUP_GPU, filled, slots_for, tiles_of
+from clamp.ops.slots import GROUP_GPU, batches, filled, require_readable, tiles_of
 
 STATISTICS = Kernel("statistics.cl", "statistics")
 NUMERICS = Kernel("numerics.cl", "numerics")
@@ -47,17 +47,12 @@ Key: TypeAlias = tuple[int, int, str]  # buffer, elements and dtype: what has on
 
 @dataclass(frozen=True)
 class ElementCounts:
-    """Counts of one tensor's elements.
+    """Counts of one tensor's elements."""
 
-    Attributes:
-        count: elements.
-        infs, nans, zeros: how many of them are inf, nan and 0, of either sign.
-    """
-
-    count: int
+    count: int  # elements
     infs: int
     nans: int
-    zeros: int
+    zeros: int  # infs, nans, zeros: how many of them are inf, nan and 0, of either sign
 
     @property
     def is_finite(self) -> bool:
@@ -67,20 +62,14 @@ class ElementCounts:
 
 @dataclass(frozen=True)
 class Statistics(ElementCounts):
-    """Magnitudes of one tensor's elements.
+    """Magnitudes of one tensor's elements."""
 
-    Attributes:
-        smallest: the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite.
-        largest: the greatest finite magnitude, exact; 0.0 if there is none.
-        histogram: int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below
-            ``edges()[i + 1]``; zeros, inf and nan are in no bin. None if none was asked for.
-        dtype: what the tensor is stored in.
-    """
-
-    smallest: float
-    largest: float
+    smallest: float  # the least magnitude that is neither 0 nor nan, exact; inf if there is none that is finite
+    largest: float  # the greatest finite magnitude, exact; 0.0 if there is none
+    # int64 of shape ``(BINS,)``: how many magnitudes are from ``edges()[i]`` on and below ``edges()[i + 1]``; zeros,
+    # inf and nan are in no bin. None if none was asked for.
     histogram: NDArray[np.int64] | None = None
-    dtype: str = "float32"
+    dtype: str = "float32"  # what the tensor is stored in
 
     @property
     def octaves(self) -> NDArray[np.int64]:
@@ -130,8 +119,13 @@ class PendingStatistics:
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, histogram: bool = True) -> None:
+        require_readable("statistics", tensors)
         for index, tensor in enumerate(tensors):
-            _check(index, tensor)
+            if tensor.size >= 1 << 32:
+                raise ValueError(
+                    f"statistics: tensors[{index}] has shape {tuple(tensor.shape)}, {tensor.size} elements; counters "
+                    "have 32 bits: split it into tensors of less than 2^32 elements"
+                )
         self._histogram = histogram
         self._asked = [(tensor.queue, _key(tensor)) for tensor in tensors]
         queues: dict[cl.CommandQueue, dict[Key, Tensor]] = {}
@@ -158,18 +152,6 @@ class PendingStatistics:
 def is_measurable(tensor: object) -> bool:
     """Whether something is a tensor of which statistics and numerics can be taken: floating, on an OpenCL device."""
     return isinstance(tensor, Tensor) and tensor.dtype in bridge.STORAGE and bridge.on_device(tensor)
-
-
-def _check(index: int, tensor: Tensor) -> None:
-    if tensor.dtype not in bridge.STORAGE:
-        raise TypeError(f"statistics: tensors[{index}] is {tensor.dtype}; float32, float16 or bfloat16 is needed")
-    if not bridge.on_device(tensor):
-        raise TypeError(f"statistics: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
-    if tensor.size >= 1 << 32:
-        raise ValueError(
-            f"statistics: tensors[{index}] has shape {tuple(tensor.shape)}, {tensor.size} elements; counters have 32 "
-            "bits: split it into tensors of less than 2^32 elements"
-        )
 
 
 def _key(tensor: Tensor) -> Key:
@@ -206,20 +188,15 @@ class _QueueStatistics:
                 words += _HEAD + len(bins)
         self._words = bridge.empty(queue, (words,), "int32")
         transfer.fill(queue, self._words.buffer, bytes(4), 0, 4 * words)
-        for same in kinds.values():
-            self._launch(queue, same)
-
-    def _launch(self, queue: cl.CommandQueue, tensors: list[Tensor]) -> None:
-        """Runs over tensors of one dtype."""
-        slots = slots_for(queue, len(tensors), 1, _OTHER_ARGUMENTS_BYTES)
-        for start in range(0, len(tensors), slots):
-            these = tensors[start : start + slots]
+        every = [tensor for same in kinds.values() for tensor in same]
+        for kind, slots, indices in batches(every, 1, _OTHER_ARGUMENTS_BYTES):
+            these = [every[index] for index in indices]
             row = self._rows[_key(these[0])]
             tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
             STATISTICS(
-                queue, *tiles.grid, tiles.table, self._words, row.begin, *filled(these, slots),
-                X_T=bridge.STORAGE[these[0].dtype], DECADES=slots // 10, BINS=len(row.bins), FIRST_BIN=row.bins.start,
-                **_macros(queue),
+                queue, *tiles.grid, tiles.table, self._words, row.begin, *filled(these, slots), X_T=kind,
+                DECADES=slots // 10, BINS=len(row.bins), FIRST_BIN=row.bins.start,
+                WG=1 if capabilities(queue).is_cpu else GROUP_GPU, PIECES=pieces_for(queue),
             )  # fmt: skip
 
     def read(self) -> dict[Key, Statistics]:
@@ -252,29 +229,18 @@ def _bins(dtype: str, histogram: bool) -> range:
     return range(*(len(OCTAVE) * (exponent - FIRST_EXPONENT) for exponent in (OCTAVES.start, OCTAVES.stop)))
 
 
-def _macros(queue: cl.CommandQueue) -> dict[str, Any]:
-    return {"WG": 1 if capabilities(queue).is_cpu else GROUP_GPU, "PIECES": pieces_for(queue)}
-
-
 # ---------------------------------------------------------------------------------------------------- numerics
 
 
 @dataclass(frozen=True)
 class Numerics(ElementCounts):
-    """Numbers of one tensor's elements.
+    """Numbers of one tensor's elements."""
 
-    Attributes:
-        beyond: how many are finite, and larger than 65504 in magnitude.
-        below: how many are not 0, and smaller than 2^-24 in magnitude.
-        greatest, least: of those that are not nan; nan if there is none.
-        mean: of all, of float32 sums; inf and nan where elements are; nan of none.
-    """
-
-    beyond: int
-    below: int
+    beyond: int  # how many are finite, and larger than 65504 in magnitude
+    below: int  # how many are not 0, and smaller than 2^-24 in magnitude
     greatest: float
-    least: float
-    mean: float
+    least: float  # greatest, least: of those that are not nan; nan if there is none
+    mean: float  # of all, of float32 sums; inf and nan where elements are; nan of none
 
 
 _EMPTY = Numerics(0, 0, 0, 0, 0, 0, _NAN, _NAN, _NAN)
@@ -293,20 +259,13 @@ class PendingNumerics:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        kinds: dict[tuple[cl.CommandQueue, str], list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            _check_numerics(tensor)
-            if tensor.size:
-                kinds.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
+        require_readable("numerics", tensors)
         self._counts = [tensor.size for tensor in tensors]
+        filled_ones = [index for index, tensor in enumerate(tensors) if tensor.size]
         self._launches: list[tuple[list[int], Tensor]] = []
-        for (queue, kind), indices in kinds.items():
-            slots = slots_for(queue, len(indices), 1, _NUMERICS_ARGUMENTS_BYTES)
-            for start in range(0, len(indices), slots):
-                these = indices[start : start + slots]
-                self._launches.append(
-                    (these, _launch_numerics(queue, kind, [tensors[index] for index in these], slots))
-                )
+        for kind, slots, places in batches([tensors[index] for index in filled_ones], 1, _NUMERICS_ARGUMENTS_BYTES):
+            these = [filled_ones[place] for place in places]
+            self._launches.append((these, _launch_numerics(kind, [tensors[index] for index in these], slots)))
 
     def read(self) -> list[Numerics]:
         """The numerics of each tensor, in their order. Waits for the device, with one read a launch.
@@ -332,14 +291,8 @@ def numerics_of(tensor: Tensor) -> Numerics:
     return PendingNumerics([tensor]).read()[0]
 
 
-def _check_numerics(tensor: Tensor) -> None:
-    if tensor.dtype not in bridge.STORAGE:
-        raise TypeError(f"numerics of a tensor of {tensor.dtype}; float32, float16 or bfloat16 is needed")
-    if not bridge.on_device(tensor):
-        raise TypeError("numerics of a tensor on netcl's numpy backend; it must be on an OpenCL device")
-
-
-def _launch_numerics(queue: cl.CommandQueue, kind: str, tensors: Sequence[Tensor], slots: int) -> Tensor:
+def _launch_numerics(kind: str, tensors: Sequence[Tensor], slots: int) -> Tensor:
+    queue = tensors[0].queue
     tiles = tiles_of(queue, tuple(tensor.size for tensor in tensors))
     (items,), (group,) = tiles.grid
     words = bridge.empty(queue, (_ROW * items // group,), "int32")

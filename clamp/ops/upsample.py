@@ -28,20 +28,11 @@ _tables = Prepared(1024)  # (context, inputs, outputs, mode, align_corners) -> c
 def upsample(
     x: Tensor, size: Sequence[int], mode: str = "nearest", align_corners: bool = False, *, out_dtype: str
 ) -> Tensor:
-    """x of shape (N, C, H, W), float32, float16 or bfloat16, resized to (N, C, *size).
+    """x (N, C, H, W) resized to (N, C, *size).
 
     Output o of an axis of ``inputs`` elements lies at ``(o + 0.5) * inputs / outputs - 0.5`` (not below 0), with
     ``align_corners`` at ``o * (inputs - 1) / (outputs - 1)``; the nearest neighbour is element
     ``int(o * inputs / outputs)``, computed in float32. PyTorch's conventions, and netcl's.
-
-    Args:
-        size: (height, width) of the result; may be smaller than the input's.
-        mode: "nearest" or "bilinear".
-        align_corners: whether the corner pixels keep their places; for "bilinear" only.
-        out_dtype: dtype of the result. Interpolation is in fp32.
-
-    Raises:
-        ValueError: x has not four dimensions or no pixels, the size is not positive, or there is no such mode.
     """
     _check(x.shape, size, mode)
     out = bridge.empty(x.queue, (*x.shape[:2], *size), out_dtype)
@@ -52,16 +43,7 @@ def upsample(
 def upsample_backward(
     grad: Tensor, shape: Sequence[int], mode: str = "nearest", align_corners: bool = False, *, out_dtype: str
 ) -> Tensor:
-    """Gradient of ``upsample`` with respect to its input. Every input element gathers from the outputs that read it.
-
-    Args:
-        grad: gradient of the result, (N, C, OH, OW), in any storage type.
-        shape: the input's shape, (N, C, H, W).
-        out_dtype: dtype of the gradient returned; sums are formed in fp32.
-
-    Raises:
-        ValueError: the shapes do not belong together, or as for ``upsample``.
-    """
+    """Gradient of ``upsample`` of an input of this shape: every input element gathers from the outputs that read it."""
     if len(grad.shape) != 4 or tuple(grad.shape[:2]) != tuple(shape[:2]):
         raise ValueError(f"upsample: gradient of shape {grad.shape} for an input of shape {tuple(shape)}")
     size = tuple(grad.shape[2:])

@@ -22,19 +22,13 @@ from clamp.ops.gemm.plan import Plan
 
 @dataclass(frozen=True)
 class Verified(ABC):
-    """An engine that is used only by plans that are verified.
-
-    Attributes:
-        NAME, TAKES, IN_WORDS: as every engine's.
-        where: where the engine is found, for the process that tries it: "clamp.ops.gemm.matrix_units:MMA".
-        plans: the ways in which it may cut a problem up, the largest tiles first.
-    """
+    """An engine that is used only by plans that are verified."""
 
     NAME: str
     TAKES: str
-    IN_WORDS: str
-    where: str
-    plans: tuple[Plan, ...]
+    IN_WORDS: str  # NAME, TAKES, IN_WORDS: as every engine's
+    where: str  # where the engine is found, for the process that tries it: "clamp.ops.gemm.matrix_units:MMA"
+    plans: tuple[Plan, ...]  # the ways in which it may cut a problem up, the largest tiles first
 
     def pays(self, problem: Any) -> bool:  # noqa: ARG002  (as every engine's)
         """Wherever it is verified."""

@@ -70,6 +70,14 @@ class Model(Module):
     __call__ = forward
 
 
+def optimize(handle: Any, optimizer: Any, loss: Node) -> None:
+    """The second half of a step of a loop."""
+    optimizer.zero_grad()
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 @dataclass(frozen=True)
 class Fault:
     """What an explanation is to say of a fault.
@@ -77,6 +85,8 @@ class Fault:
     Attributes:
         kind, function, direction, module: of the explanation.
         code: the line of this file that it names.
+        words: of the cause.
+        cure: how it begins.
     """
 
     kind: str
@@ -84,15 +94,29 @@ class Fault:
     direction: str
     module: str
     code: str
+    words: tuple[str, ...]
+    cure: str
 
 
 FAULTS = {
-    "weight": Fault("parameter", "matmul_op", "forward", "layers.1.second", "return self.second(h)"),
-    "batch": Fault("input", "matmul_op", "forward", "layers.0", "x = layer(x)"),
-    "forward": Fault("forward", "matmul_op", "forward", "layers.1", "h = ag.matmul_op(h, ag.tensor(self.large))"),
-    "backward": Fault("backward", "sqrt", "backward", "layers.1", "h = ag.sqrt(ag.mul(h, 0.0))"),
-    "custom": Fault("forward", "overflowing", "forward", "layers.1", "return apply_op(compute, gradient, x)"),
-    "scale": Fault("scale", "mse_loss", "backward", "", "return ag.mse_loss(self.model(ag.tensor(x)), ag.tensor(y))"),
+    "weight": Fault(
+        "parameter", "matmul_op", "forward", "layers.1.second", "return self.second(h)",
+        ("The model's layers.1.second.weight itself holds 1 inf",), "amp.load_checkpoint("),
+    "batch": Fault(
+        "input", "matmul_op", "forward", "layers.0", "x = layer(x)",
+        ("What the model is given holds 1 nan before any op has touched it",), "assert np.isf"),
+    "forward": Fault(
+        "forward", "matmul_op", "forward", "layers.1", "h = ag.matmul_op(h, ag.tensor(self.large))",
+        ("What matmul_op reads is finite, and", "of its results are beyond 65504"), "handle = amp.init("),
+    "backward": Fault(
+        "backward", "sqrt", "backward", "layers.1", "h = ag.sqrt(ag.mul(h, 0.0))", ("The gradient of sqrt has",),
+        "ag.sqrt(ag.add(x, 0.001))"),
+    "custom": Fault(
+        "forward", "overflowing", "forward", "layers.1", "return apply_op(compute, gradient, x)",
+        ("What overflowing reads is finite, and",), "handle = amp.init("),
+    "scale": Fault(
+        "scale", "mse_loss", "backward", "", "return ag.mse_loss(self.model(ag.tensor(x)), ag.tensor(y))",
+        ("The loss scale of {scale:.0f} was too high",), "handle = amp.init("),
 }  # fmt: skip
 
 
@@ -121,10 +145,7 @@ class Training:
         """One step of a loop."""
 
         def step() -> None:
-            self.optimizer.zero_grad()
-            with handle.scale_loss(self.loss(*self.data), self.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            self.optimizer.step()
+            optimize(handle, self.optimizer, self.loss(*self.data))
 
         return step
 

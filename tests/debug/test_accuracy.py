@@ -1,4 +1,4 @@
-"""compare_accuracy: which op loses how much by itself, and nothing is disturbed by asking."""
+"""compare_accuracy: which op loses how much by itself, in words; and nothing is disturbed by asking."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from clamp.debugging import Accuracy, ValueAccuracy, compare_accuracy
 from clamp.functions import arithmetic as bound_elementwise
 from clamp.functions import matmul as bound_matmul
 from clamp.ops.elementwise import elementwise
+from tests.debug.faults import optimize
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device
 
@@ -230,12 +231,9 @@ def test_nothing_is_disturbed(queue: cl.CommandQueue, has_handle: bool) -> None:
     handle = amp.init() if has_handle else amp.init(enabled=False)
 
     def step() -> Node:
-        optimizer.zero_grad()
         norm(image)
         loss = loss_of(model, pair)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        optimize(handle, optimizer, loss)
         return loss
 
     def state() -> list[Any]:
@@ -370,3 +368,52 @@ def test_errors_of_numbers() -> None:
         np.testing.assert_array_equal(with_digits_of(dtype, values * 2.0**60), rounded.astype(np.float32) * 2.0**60)
     np.testing.assert_array_equal(with_digits_of("float16", both), both)
     assert rounding_of(values, "bfloat16") == pytest.approx(8 * expected, rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+
+class Shifted(Module):
+    """A layer whose results are moved, and multiplied."""
+
+    def __init__(self, queue: cl.CommandQueue, shift: float, factor: float, *, back: bool) -> None:
+        np.random.seed(0)
+        self.layer = Linear(queue, 8, 4)
+        self.shift, self.factor, self.back = shift, factor, back
+
+    def forward(self, x: Node) -> Node:
+        h = ag.add(ag.mul(self.layer(x), self.factor), self.shift)
+        return ag.sub(h, self.shift) if self.back else h
+
+    __call__ = forward
+
+
+def found(model: Module, dtype: str = "float16") -> Accuracy:
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    return compare_accuracy(model, (x, np.zeros((4, 4), np.float32)), loss=F.mse_loss, dtype=dtype)
+
+
+def test_a_loss_that_is_not_finite_is_told(queue: cl.CommandQueue) -> None:
+    over = str(found(Shifted(queue, 0.0, 1e6, back=False)))
+    assert over.startswith("loss inf in float16, ")
+    assert "result: inf or nan, and finite in float32" in over
+    assert "infx" not in over
+    gone = str(found(Shifted(queue, np.inf, 1e6, back=True)))
+    assert "loss" not in gone.splitlines()[0]  # nan in float32 too: there is none to compare
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_where_inputs_cancel_is_told(queue: cl.CommandQueue, dtype: str) -> None:
+    cancels = found(Shifted(queue, 300.0, 1.0, back=True), dtype)
+    assert cancels.suspects == []
+    assert (cancels.amplified.function, cancels.amplified.direction) == ("sub", "forward")
+    assert cancels.amplified.total > 20 * cancels.amplified.brought
+    assert "Each op is right, and yet the result of sub" in str(cancels)
+    assert cancels.amplified.line in str(cancels).splitlines()[2]
+
+
+def test_where_nothing_cancels_nothing_is_told(queue: cl.CommandQueue) -> None:
+    sound = found(Shifted(queue, 1.0, 1.0, back=False))
+    assert sound.amplified is None
+    assert "Each op is right" not in str(sound)
+    assert "Each op is right" not in str(found(Shifted(queue, 0.0, 1e6, back=False)))

@@ -20,6 +20,7 @@ from clamp import amp, session
 from clamp.bridge import Node
 from clamp.debug.bisection import HOLDS_UNDER_AMP, find_culprits
 from clamp.debugging import Bisection, bisect
+from tests.debug.faults import optimize
 from tests.reference import to_device
 
 BIG = 2e4  # a hundred of them, added up, are beyond float16
@@ -54,13 +55,10 @@ class Training:
         y = ag.tensor(to_device(self.queue, np.eye(8)[np.random.randint(0, 8, 16)]))
         with amp.init() as handle:
             for _ in range(3):
-                optimizer.zero_grad()
                 hidden = ag.mul(ag.add(ag.sigmoid(model(ag.tensor(x))), 1.0), 4.0)
                 hidden = self.overflowing("bmm", self.overflowing("matmul_op", ag.gelu(hidden)))
                 loss = F.cross_entropy(hidden, y)
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
+                optimize(handle, optimizer, loss)
         return float(loss.value.to_host()[0])
 
 
@@ -286,4 +284,4 @@ def test_a_metric_of_something_else_than_the_result_is_fine(queue: cl.CommandQue
 
 def test_what_is_no_function_is_refused(queue: cl.CommandQueue) -> None:
     with pytest.raises(TypeError, match=r"takes a function that trains for some steps, got 0\.5"):
-        amp.debugging.bisect(0.5)  # type: ignore[arg-type]
+        amp.debugging.bisect(0.5)

@@ -9,12 +9,15 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.autograd.engine import apply_op
 from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
 from clamp import amp, session
 from clamp.bridge import Node
 from clamp.debug.explain import Explanation
+from clamp.ops.elementwise import elementwise
+from tests.debug.faults import optimize
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device
 
@@ -22,24 +25,22 @@ pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 class Small:
-    """A layer, and what a case makes a loss of."""
+    """A layer, and what a case makes a loss of: of equal numbers that the layer gives, or of random ones."""
 
-    def __init__(self, queue: cl.CommandQueue, loss: Callable[[Node], Node], x: float) -> None:
+    def __init__(self, queue: cl.CommandQueue, loss: Callable[[Node], Node], x: float | None = None) -> None:
         np.random.seed(0)
         self.layer = Linear(queue, 4, 4)
-        weight = np.eye(4, dtype=np.float32)
-        self.layer.weight.write(weight)
-        self.layer.bias.write(np.zeros(4, np.float32))
+        if x is not None:
+            self.layer.weight.write(np.eye(4, dtype=np.float32))
+            self.layer.bias.write(np.zeros(4, np.float32))
         self.optimizer = SGD(self.layer.parameters(), lr=1e-9)
-        self.x, self._loss = to_device(queue, np.full((2, 4), x)), loss
+        random = np.random.default_rng(1).standard_normal((16, 4), np.float32)
+        self.x, self._loss = to_device(queue, random if x is None else np.full((2, 4), x)), loss
 
     def step(self, handle: Any) -> Callable[[], None]:
         def step() -> None:
-            self.optimizer.zero_grad()
             loss = ag.mean(self._loss(self.layer(ag.tensor(self.x))))
-            with handle.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            self.optimizer.step()
+            optimize(handle, self.optimizer, loss)
 
         return step
 
@@ -87,7 +88,6 @@ def test_true_zeros_have_no_value_in_any_dtype(queue: cl.CommandQueue, case: str
     handle = amp.init(debug="attribution", loss_scale=1.0)
     small.step(handle)()
     found = handle.explain()
-    assert found.first is not None
     assert found.first.function == function
     assert "It has no finite value in float32 either" in found.why, found
 
@@ -107,10 +107,9 @@ def test_an_overflow_that_a_division_made_0_is_named(queue: cl.CommandQueue, cas
     handle = amp.init(loss_scale=1.0)
     step = small.step(handle)
     step()
-    assert handle.last_step is not None
     assert handle.last_step.stepped
     found = handle.explain(step)
-    assert (found.kind, found.first and found.first.function) == ("forward", "mul"), found
+    assert (found.kind, found.first.function) == ("forward", "mul"), found
     assert "8 inf of its results are beyond 65504" in found.why
     assert "divides by them, which gives 0" in found.why
     handle = cured(found.cure)
@@ -163,11 +162,8 @@ def losing(queue: cl.CommandQueue, optimizer: str, rate: float) -> tuple[Any, An
 
 
 def one_step(handle: Any, model: Any, data: Any, optimizer: Any) -> float:
-    optimizer.zero_grad()
     loss = loss_of(model, data)
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    optimize(handle, optimizer, loss)
     return float(loss.value.to_host().reshape(-1)[0])
 
 
@@ -196,3 +192,100 @@ def test_a_rate_that_is_too_high_is_blamed_for_what_grew(
         losses = [one_step(handle, model, data, steps) for _ in range(30)]
         assert handle.last_step.stepped
     assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------------------------------- what has no value
+
+WAYS = ("armed", "run again")
+
+
+def zeros(x: Node) -> Node:
+    return ag.mul(x, 0.0)
+
+
+def negative(x: Node) -> Node:
+    return ag.sub(zeros(x), 1.0)
+
+
+#: name -> the op, of x and y; x and y, of what a layer gives; direction and words of the verdict
+CASES: dict[str, tuple[str, Callable[[Node], Node], Callable[[Node], Any], str, str]] = {
+    "0 / 0": ("div", zeros, zeros, "forward", "it divides by 0."),
+    "x / 0": ("div", lambda h: h, zeros, "forward", "it divides by 0."),
+    "root of -1": ("sqrt", negative, lambda h: None, "forward", "negative numbers have no root"),
+    "slope of a root at 0": ("sqrt", zeros, lambda h: None, "backward", "the slope of a root is infinite at 0"),
+    "logarithm of 0": ("log", zeros, lambda h: None, "forward", "numbers up to 0 have no logarithm"),
+    "e^100": ("exp", lambda h: ag.add(zeros(h), 100.0), lambda h: None, "forward", "above 88"),
+    "power": ("pow", negative, lambda h: 0.5, "forward", "has no such power"),
+}
+
+
+def explained(queue: cl.CommandQueue, op: Callable[[Node], Node], dtype: str, way: str) -> Explanation:
+    handle = amp.init(dtype=dtype, loss_scale=8.0, debug="attribution" if way == "armed" else None)
+    step = Small(queue, op).step(handle)
+    step()
+    found: Explanation = handle.explain() if way == "armed" else handle.explain(step)
+    handle.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str, way: str) -> None:
+    op, x, y, direction, words = CASES[name]
+
+    def called(h: Node) -> Node:
+        return getattr(ag, op)(*[value for value in (x(h), y(h)) if value is not None])
+
+    found = explained(queue, called, dtype, way)
+    assert (found.kind, found.first.direction, found.first.function) == (direction, direction, op), found
+    assert words in found.why
+    assert "no finite value in float32 either" in found.why
+    assert "black_list" not in found.cure
+    assert found.cure.endswith(f"  # at {found.first.place.short_line}")
+    code = found.cure.partition("  #")[0]
+
+    def cured(h: Node) -> Node:
+        return eval(code, {"ag": ag, "x": x(h), "y": y(h)})  # what the user is told to write
+
+    handle = amp.init(dtype=dtype)
+    step = Small(queue, cured).step(handle)
+    for _ in range(20):  # the scale comes down
+        step()
+    assert handle.last_step.stepped, handle.last_step
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_finite_in_float32_is_told_so(queue: cl.CommandQueue, way: str) -> None:
+    found = explained(queue, lambda h: ag.div(h, ag.add(zeros(h), 1e-6)), "float16", way)
+    assert "60 of its results are beyond 65504, the largest number of float16, and so inf: the loss" in found.why
+    assert found.why.endswith("In float32 they are finite.")
+    assert 'custom_black_list=["div"]' in found.cure
+
+
+@amp.half_function
+def users(x: Node, divisor: float) -> Node:
+    """A function of the user's own, ``x / divisor`` in the dtype of x."""
+
+    return apply_op(lambda x: elementwise("div", x.dtype, x, divisor), lambda dy: [dy], x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_that_a_call_was_given_count(queue: cl.CommandQueue, way: str) -> None:
+    assert "float32 either" in explained(queue, lambda h: ag.div(h, 0.0), "float16", way).why
+    assert "float32 either" in explained(queue, lambda h: users(h, 0.0), "float16", way).why
+    small = explained(queue, lambda h: users(h, 1e-7), "float16", way)
+    assert small.why.endswith("In float32 they are finite.")
+    assert small.cure.startswith("@amp.float_function")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_an_op_cannot_be_computed_again_both_are_told(queue: cl.CommandQueue, way: str) -> None:
+    @amp.half_function
+    def of_halves(x: Node) -> Node:
+        if x.value.dtype != "float16":
+            raise TypeError("a kernel that reads half")
+        return apply_op(lambda x: elementwise("div", x.dtype, x, 1e-7), lambda dy: [dy], x)
+
+    found = explained(queue, of_halves, "float16", way)
+    assert found.why.endswith("(Or they have no value, as x / 0.)")

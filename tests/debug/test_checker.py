@@ -63,34 +63,56 @@ def leaf(queue: cl.CommandQueue, values: Any, dtype: str = "float32") -> Node:
 # ---------------------------------------------------------------------------------------------- modes
 
 
-def test_only_bad_tensors(queue: cl.CommandQueue, lines: Lines) -> None:
-    check(DebugMode.CHECK_NAN_INF)
-    ag.exp(leaf(queue, [1.0, 2.0]))
-    ag.exp(leaf(queue, [1.0, 200.0]))
-    (line,) = lines()
-    assert (line["op"], line["error"], line["num_inf"]) == ("exp", "True", "1")
-
-
-def test_all_tensors(queue: cl.CommandQueue, lines: Lines) -> None:
-    check()
-    ag.exp(ag.log(leaf(queue, [1.0, 2.0]))).backward()
-    found = lines()
-    assert [line["op"] for line in found] == ["log", "exp", "exp_grad", "log_grad"]
-    assert [line["tensor"] for line in found] == ["", "", "@GRAD", "@GRAD"]
-    assert {line["error"] for line in found} == {"False"}
-
-
-def test_what_float16_does_not_hold(queue: cl.CommandQueue, lines: Lines) -> None:
-    check(DebugMode.CHECK_ALL_FOR_OVERFLOW)
-    ag.exp(leaf(queue, [1.0, 11.0]))
-    ag.exp(leaf(queue, [1.0, 12.0, 13.0]))
-    ag.exp(leaf(queue, [1.0, -20.0]))
+def beyond_float16(queue: cl.CommandQueue) -> None:
+    for numbers in ([1.0, 11.0], [1.0, 12.0, 13.0], [1.0, -20.0]):
+        ag.exp(leaf(queue, numbers))
     with amp.auto_cast(level="O2", custom_white_list=["exp"]):
         ag.exp(leaf(queue, [1.0, -20.0]))  # in float16: 0
-    assert [(line["num_over_fp16"], line["num_under_fp16"], line["error"]) for line in lines()] == [
-        ("2", "0", "False"),
-        ("0", "1", "False"),
-    ]
+
+
+def used_twice(queue: cl.CommandQueue) -> None:
+    x = leaf(queue, [1.0, 2.0])
+    ag.mul(ag.exp(x), x).backward()
+
+
+def of_two(queue: cl.CommandQueue) -> None:
+    ag.matmul_op(ag.exp(leaf(queue, np.ones((2, 2)))), leaf(queue, np.ones((2, 2)))).backward()
+
+
+def of_integers(queue: cl.CommandQueue) -> None:
+    ag.reshape(ag.tensor(integers(queue, [0, 2])), (2, 1))
+    ag.reshape(leaf(queue, [0, 2]), (2, 1))
+
+
+#: the configuration, what is computed, which fields of the lines are looked at, and what they are
+TOLD: dict[str, tuple[dict[str, Any], Callable[[cl.CommandQueue], Any], str, list[str]]] = {
+    "only bad tensors": (
+        {"mode": DebugMode.CHECK_NAN_INF}, lambda queue: [ag.exp(leaf(queue, [1.0, x])) for x in (2.0, 200.0)],
+        "op error num_inf", ["exp True 1"]),
+    "all tensors": (
+        {}, lambda queue: ag.exp(ag.log(leaf(queue, [1.0, 2.0]))).backward(), "op tensor error",
+        ["log  False", "exp  False", "exp_grad @GRAD False", "log_grad @GRAD False"]),
+    "what float16 does not hold": (
+        {"mode": DebugMode.CHECK_ALL_FOR_OVERFLOW}, beyond_float16, "num_over_fp16 num_under_fp16 error",
+        ["2 0 False", "0 1 False"]),
+    "sums of gradients": (
+        {"checked_op_list": ["grad_add"]}, used_twice, "op tensor numel", ["grad_add @GRAD 2"]),
+    "floating tensors only": ({}, of_integers, "dtype", ["fp32"]),
+    "listed ops": ({"checked_op_list": ["exp"]}, of_two, "op", ["exp", "exp_grad"]),
+    "all but listed ops": (
+        {"skipped_op_list": ("exp",)}, of_two, "op", ["matmul_op", "matmul_op_grad", "matmul_op_grad"]),
+    "listed ops but for others": (
+        {"checked_op_list": ["matmul", "exp"], "skipped_op_list": ["exp"]}, of_two, "op",
+        ["matmul_op", "matmul_op_grad", "matmul_op_grad"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_told(queue: cl.CommandQueue, lines: Lines, case: str) -> None:
+    config, compute, fields, expected = TOLD[case]
+    check(**config)
+    compute(queue)
+    assert [" ".join(line[field] for field in fields.split()) for line in lines()] == expected
 
 
 def test_the_error_says_where(queue: cl.CommandQueue, lines: Lines) -> None:
@@ -140,21 +162,6 @@ def test_the_same_ops_with_amp_and_without(queue: cl.CommandQueue, lines: Lines,
     assert {op for op in ops if "GRAD" in op[1]} == {(f"{op}_grad", f"{tensor}@GRAD") for op, tensor in forward}
 
 
-def test_sums_of_gradients(queue: cl.CommandQueue, lines: Lines) -> None:
-    x = leaf(queue, [1.0, 2.0])
-    check(checked_op_list=["grad_add"])
-    ag.mul(ag.exp(x), x).backward()
-    (line,) = lines()
-    assert (line["op"], line["tensor"], line["numel"]) == ("grad_add", "@GRAD", "2")
-
-
-def test_what_is_no_floating_tensor(queue: cl.CommandQueue, lines: Lines) -> None:
-    check()
-    ag.reshape(ag.tensor(integers(queue, [0, 2])), (2, 1))
-    ag.reshape(leaf(queue, [0, 2]), (2, 1))
-    assert [line["dtype"] for line in lines()] == ["fp32"]
-
-
 # ---------------------------------------------------------------------------------------------- when, and what
 
 
@@ -167,29 +174,12 @@ def test_disabled_before_backward(queue: cl.CommandQueue, lines: Lines) -> None:
     assert [line["op"] for line in lines()] == ["exp"]
 
 
-def test_enable_is_false(queue: cl.CommandQueue, lines: Lines) -> None:
+@pytest.mark.parametrize("config", [(False, DebugMode.CHECK_ALL), (True, DebugMode.CHECK_NAN_INF)])
+def test_another_configuration_takes_over(queue: cl.CommandQueue, lines: Lines, config: Any) -> None:
     check()
-    debugging.enable_tensor_checker(TensorCheckerConfig(False, DebugMode.CHECK_ALL))
+    debugging.enable_tensor_checker(TensorCheckerConfig(*config))
     ag.exp(leaf(queue, [1.0]))
     assert lines() == []
-
-
-def test_another_configuration_takes_over(queue: cl.CommandQueue, lines: Lines) -> None:
-    check()
-    check(DebugMode.CHECK_NAN_INF)
-    ag.exp(leaf(queue, [1.0]))
-    assert lines() == []
-
-
-def test_lists_of_ops(queue: cl.CommandQueue, lines: Lines) -> None:
-    for lists, expected in (
-        ({"checked_op_list": ["exp"]}, ["exp", "exp_grad"]),
-        ({"skipped_op_list": ("exp",)}, ["matmul_op", "matmul_op_grad", "matmul_op_grad"]),
-        ({"checked_op_list": ["matmul", "exp"], "skipped_op_list": ["exp"]}, ["matmul_op", *["matmul_op_grad"] * 2]),
-    ):
-        check(**lists)
-        ag.matmul_op(ag.exp(leaf(queue, np.ones((2, 2)))), leaf(queue, np.ones((2, 2)))).backward()
-        assert [line["op"] for line in lines()] == expected
 
 
 def test_steps_by_the_optimizer(queue: cl.CommandQueue, lines: Lines) -> None:
@@ -278,7 +268,7 @@ def test_a_log_begins_anew_with_its_configuration(queue: cl.CommandQueue, tmp_pa
     (log,) = folder.iterdir()
     assert re.fullmatch(r"worker_[cg]pu\.\d+\.log", log.name)
     written = log.read_text().splitlines()
-    assert [re.search(r"op=(\w+)", line)[1] for line in written[:2]] == ["exp", "log"]  # type: ignore[index]
+    assert [re.search(r"op=(\w+)", line)[1] for line in written[:2]] == ["exp", "log"]
     assert re.fullmatch(r"    test_checker\.py:\d+: ag\.log\(leaf\(queue, \[0\.0\]\)\)", written[2])
     assert len(written) == 3
     check(DebugMode.CHECK_NAN_INF, output_dir=folder)

@@ -1,13 +1,16 @@
-"""The magnitudes of a step by layers: of which tensors, at which scale, and what real casts lose of them."""
+"""The magnitudes of a step by layers: of which tensors, at which scale, what real casts lose of them; the picture."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.optim import SGD
@@ -15,11 +18,15 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import Parameter
 from clamp.casting.results import RESULTS
+from clamp.cli.bench.networks import CNN, LM, MLP, Network, Trainer
 from clamp.debug.layer_ranges import LayerRange, LayerRanges
+from clamp.debug.page.figures import COLOUR
 from clamp.debug.summary import Summary
 from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
+from tests.debug.faults import optimize
 from tests.networks import batch, mlp, step
+from tests.ops.test_statistics import expected
 from tests.reference import to_device
 
 WIDTHS = (16, 32, 32, 4)
@@ -90,9 +97,7 @@ def observed(queue: cl.CommandQueue, gradient: np.ndarray, scale: float) -> Laye
 
     def once() -> None:
         loss = ag.sum(ag.mul(ag.matmul_op(ag.tensor(weight), ag.tensor(x)), ag.tensor(factor)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        optimize(handle, optimizer, loss)
 
     ranges = handle.ranges(once)
     handle.shutdown()
@@ -207,9 +212,7 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
 
     def once() -> None:
         loss = ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(square)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        optimize(handle, optimizer, loss)
 
     rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
@@ -232,3 +235,138 @@ def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(
     assert ranges.suggested_scale == expected
     assert "suggested for float16" not in str(ranges)
     assert ("loss scale: 1; bfloat16 needs none" in str(ranges)) == (expected == 1)
+
+
+# ---------------------------------------------------------------------------------------------- the picture
+
+
+def rows(name: str, activations: Any, gradients: Any, scale: float = 1.0) -> list[LayerRange]:
+    kinds = (("activation", 1.0, activations), ("gradient", scale, gradients))
+    return [
+        LayerRange("op", name, kind, "float16", factor, expected(np.asarray(x, np.float32)))
+        for kind, factor, x in kinds
+        if x is not None
+    ]
+
+
+def drawn(found: list[LayerRange], monkeypatch: pytest.MonkeyPatch, scale: float = 1.0) -> list[Any]:
+    """The two halves of the picture: of activations, and of gradients."""
+    figure = Figure()
+    monkeypatch.setattr("clamp.debug.page.ranges.save_picture", lambda path, draw, height: draw(figure, colour=COLOUR))
+    LayerRanges(found, scale, "float16").draw("of nobody.svg")
+    return list(figure.axes)
+
+
+def outlines(axes: Any) -> list[tuple[float, float, float]]:
+    """Of each histogram, the row's lower end, and the exponents at which its highest bar begins and ends."""
+    found = []
+    for patch in axes.patches:
+        if isinstance(patch, StepPatch):
+            values, edges, baseline = patch.get_data()
+            highest = int(np.argmin(values))
+            found.append((float(baseline), float(edges[highest]), float(edges[highest + 1])))
+    return found
+
+
+def words(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_bars_stand_at_their_exponents_and_the_ghost_at_the_suggested_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        *rows("first", [1.5, 1.5, 0.1], [2.0**-5, 1.2 * 2.0**-5, 0.0], 2.0**10),
+        *rows("second", [100.0], [2.0**-20] * 3, 2.0**10),
+    ]
+    activations, gradients = drawn(found, monkeypatch, 2.0**10)
+    assert outlines(activations) == [(0, 0, 1), (1, 6, 7)]
+    # All of it would fit at larger scales, but none is above 2^24: 14 octaves on.
+    assert outlines(gradients) == [(0, -5, -4), (0, 9, 10), (1, -20, -19), (1, -6, -5)]
+    assert "times the loss scale" in gradients.get_title(loc="left")
+    assert [label.get_text() for label in activations.get_yticklabels()] == ["first", "second"]
+
+
+def test_float16_is_shaded_and_zeros_and_infs_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes, of_gradients = drawn(rows("one", [0.0, 0.0, 1.0, np.inf, 70000.0], [2.0**-30, 1.0]), monkeypatch)
+    assert {"float16's normal numbers", "subnormal"} <= set(words(axes))
+    spans = {(patch.get_x(), patch.get_width()) for patch in axes.patches if not isinstance(patch, StepPatch)}
+    assert {(-14, 30), (-24, 10)} <= spans
+    assert "20 %" in words(axes)  # 70000
+    assert "50 %" in words(of_gradients)
+    low, high = (next(text for text in one.texts if "%" in text.get_text()) for one in (of_gradients, axes))
+    assert low.get_position()[0] < -25
+    assert high.get_position()[0] > 17
+
+
+def test_what_is_missing_or_empty_leaves_its_row_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [*rows("empty", [], []), *rows("zeros", [0.0], [0.0])]
+    for axes in drawn(found, monkeypatch):
+        assert outlines(axes) == []
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures_are_written(tmp_path: Path, count: int, suffix: str) -> None:
+    rng = np.random.default_rng(0)
+    numbers = ((f"layers.{n}", rng.standard_normal(50), rng.standard_normal(50) * 1e-7) for n in range(count))
+    found = [row for one in numbers for row in rows(*one)]
+    file = tmp_path / f"ranges.{suffix}"
+    LayerRanges(found, 1.0, "bfloat16" if count == 3 else "float16").draw(file)
+    assert file.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
+    if suffix == "svg":
+        text = file.read_text("utf-8")
+        assert all(f">layers.{n}<" in text for n in range(count))
+        assert "#0101" not in text  # colours that stand for those of the page
+
+
+def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no rows"):
+        LayerRanges([], 1.0, "float16").draw("x.svg")
+    without = expected(np.ones(3, np.float32), histogram=False)
+    with pytest.raises(ValueError, match="histogram=True"):
+        LayerRanges([LayerRange("op", "one", "activation", "float32", 1.0, without)], 1.0, "float16").draw("x.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match="draw needs matplotlib: pip install matplotlib"):
+        LayerRanges(rows("one", [1.0], None), 1.0, "float16").draw("x.svg")
+
+
+# ---------------------------------------------------------------------------------------------- of real steps
+
+
+SCALES = [2.0**exponent for exponent in range(24, 0, -1)]
+
+
+class Run:
+    """A network's trainer, and one batch of noise."""
+
+    def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
+        self.trainer = Trainer(queue, network)
+        self.data = self.trainer.batch()
+
+    def backward(self, handle: Any) -> None:
+        self.trainer.optimizer.zero_grad()
+        tape, loss = self.trainer.forward(*self.data)
+        with handle.scale_loss(loss, self.trainer.optimizer) as scaled_loss:
+            tape.backward(scaled_loss)
+
+    def is_finite_at(self, scale: float) -> bool:
+        with amp.init(loss_scale=scale) as handle:
+            self.backward(handle)
+        grads = [param.grad.to_host() for param in self.trainer.model.parameters() if param.grad is not None]
+        return all(np.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize(
+    "network", [MLP, pytest.param(CNN, marks=pytest.mark.slow), pytest.param(LM, marks=pytest.mark.slow)], ids=str
+)
+def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, network: Network) -> None:
+    run = Run(queue, network)
+    with amp.init() as handle:
+
+        def step() -> None:
+            run.trainer.train(handle, *run.data)
+
+        for _ in range(15):
+            step()
+        suggested = handle.ranges(step).suggested_scale
+    largest = next(scale for scale in SCALES if run.is_finite_at(scale))
+    assert largest / 4 <= suggested <= largest

@@ -26,9 +26,7 @@ ROWS, WIDTHS = 8, (16, 32, 4)
 
 
 def counter_of(handle: Any) -> OpCounter:
-    found = handle._log.counter
-    assert found is not None
-    return found
+    return handle._log.counter
 
 
 @pytest.fixture

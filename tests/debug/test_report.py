@@ -1,10 +1,11 @@
-"""A run as JSON: everything that a handle knows is in it, in the form that the page reads."""
+"""A run as JSON: everything that a handle knows is in it, there and back; and what is said of files that are none."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from clamp import amp
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
+from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.figures import held_at, peak_of
-from clamp.debug.run_log import run_of, verdict_of
+from clamp.debug.run_log import RunLog, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
-from clamp.report import Run, checked, read_run
+from clamp.report import Run, checked, read_run, write_run
 from clamp.scaling.step_report import StepReport
-from tests.debug.test_gain import FAST, SLOW
+from tests.debug.sample import empty_run, sample_run
+from tests.debug.test_summary import FAST, SLOW
 from tests.networks import batch, mlp, step
 
 WIDTHS = (16, 32, 4)
@@ -66,7 +69,6 @@ def test_a_counted_run_is_all_there(queue: cl.CommandQueue, tmp_path: Path) -> N
     assert 0 < memory["peak"] < memory["float32_peak"]
     assert memory["weight_copies"] >= 2 * (16 * 32 + 32 * 4)
     peak = peak_of(memory["timeline"])
-    assert peak is not None
     assert held_at(peak) == sum(holder["bytes"] for holder in memory["holders"])
     assert {"layers.0", "layers.2"} <= {moment["module"] for moment in memory["timeline"]}
     assert run["updates"] == {"layers": [], "notes": []}, "its weights are float32"
@@ -122,12 +124,12 @@ def report(number: int, stepped: bool = True) -> StepReport:
     return StepReport(stepped, "" if stepped else "inf in 3 elements of the gradients of w", 8.0, step=number)
 
 
-def as_run(summary: Summary, **changes: Any) -> Run:
-    given: dict[str, Any] = {
-        "device": None, "level": "O2", "began": datetime.now(UTC), "points": {}, "losses": None, "modules": ()
-    }  # fmt: skip
-    run = run_of(summary, None, **given | changes)
-    return checked(json.loads(json.dumps(run)))
+def as_run(summary: Summary, points: Any = None, losses: list[float] | None = None) -> Run:
+    log = RunLog(list)
+    if points is not None:
+        log.counter = OpCounter()
+        log.counter.curves.read = lambda: points  # type: ignore[method-assign]
+    return checked(json.loads(json.dumps(log.run(summary, None, None, "O2", losses))))
 
 
 def test_losses_of_the_user_take_the_place_of_those_noted() -> None:
@@ -203,3 +205,128 @@ def test_what_has_a_cure_is_told_of_any_skip(case: str) -> None:
     scale = verdict_of(summary_of(history, trial=FAST), explained("scale", "", skipped))
     assert (scale["kind"] == "healthy") == (kind == "healthy")
     assert "Why of scale" in (scale["headline"] if kind != "healthy" else " ".join(scale["details"]))
+
+
+# ---------------------------------------------------------------------------------------------- there and back
+
+
+def test_a_run_comes_back_from_its_file(tmp_path: Path) -> None:
+    run = sample_run()
+    write_run(run, tmp_path / "run.json")
+    back = read_run(str(tmp_path / "run.json"))
+    losses = [[step["loss"] for step in one["steps"]] for one in (run, back)]
+    np.testing.assert_array_equal(*np.array(losses, float))
+    for one in (run, back):
+        for done in one["steps"]:
+            done["loss"] = done["gradient_norm"] = None
+    assert back == run
+    empty = empty_run()
+    write_run(empty, tmp_path / "empty.json")
+    assert read_run(tmp_path / "empty.json") == empty
+
+
+def test_what_json_has_no_numbers_for_is_written_in_words(tmp_path: Path) -> None:
+    run = sample_run()
+    step = run["steps"][0]
+    step["loss"], step["gradient_norm"], step["scale"] = math.nan, -math.inf, math.inf
+    write_run(run, tmp_path / "run.json")
+
+    def refuse(text: str) -> None:
+        pytest.fail(f"{text} is no JSON")
+
+    written = json.loads((tmp_path / "run.json").read_text("utf-8"), parse_constant=refuse)
+    assert [written["steps"][0][key] for key in ("loss", "gradient_norm", "scale")] == ["nan", "-inf", "inf"]
+    found = read_run(tmp_path / "run.json")["steps"][0]
+    assert math.isnan(found["loss"])
+    assert (found["gradient_norm"], found["scale"]) == (-math.inf, math.inf)
+
+
+def test_numbers_of_numpy_are_as_good() -> None:
+    run: Any = sample_run()
+    run["steps"][0] |= {"step": np.int64(1), "loss": np.float32(1e30), "scale": 65536}
+    step = checked(run)["steps"][0]
+    assert (step["step"], step["loss"], step["scale"]) == (1, float(np.float32(1e30)), 65536.0)
+    assert [type(step[key]) for key in ("step", "loss", "scale")] == [int, float, float]
+
+
+def test_keys_of_a_later_clamp_are_left_out() -> None:
+    run: Any = sample_run()
+    more = copy.deepcopy(run)
+    more["more"] = more["ops"][0]["more"] = 1
+    assert checked(more)["ops"] == run["ops"]
+    assert checked(more).keys() == run.keys()
+
+
+def test_texts_can_be_written_and_shown(tmp_path: Path) -> None:
+    run = empty_run()
+    run["verdict"]["headline"] = "a\0b\x1b[1m \ud800 c\nd"
+    write_run(run, tmp_path / "run.json")
+    assert read_run(tmp_path / "run.json")["verdict"]["headline"] == "a�b�[1m � c\nd"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "Expecting value"),
+        ("[1, 2]", "no key 'version'"),
+        ('{"steps": []}', "no key 'version'"),
+        ('{"version": 2}', r"version 2, and this clamp reads version 1"),
+        ('{"version": "1"}', r"version '1', and this"),
+        ('{"version": 1}', "run has no key 'clamp'"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message) as found:
+        read_run(file)
+    assert str(file) in str(found.value)
+
+
+def test_other_bytes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b"\x89PNG\r\n\xff")
+    with pytest.raises(ValueError, match=r"run\.json: .*decode"):
+        read_run(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["steps", 3, "loss"], "low", r"run\.steps\[3\]\.loss is 'low': write a number"),
+        (["steps", 3, "stepped"], 1, r"run\.steps\[3\]\.stepped is 1: write true or false"),
+        (["steps", 3, "step"], 1.5, r"run\.steps\[3\]\.step is 1\.5: write a whole number"),
+        (["steps", 3, "infs"], -1, r"run\.steps\[3\]\.infs is -1: write a whole number, 0 or more"),
+        (["steps", 3, "infs"], 10**400, r"run\.steps\[3\]\.infs is 1000.*\.\.\.: write"),
+        (["steps", 3, "loss"], -(10**400), r"run\.steps\[3\]\.loss is -1000.*\.\.\.: write a number"),
+        (["steps", 3, "loss"], True, r"run\.steps\[3\]\.loss is True: write a number"),
+        (["steps", 3, "step"], True, r"run\.steps\[3\]\.step is True"),
+        (["steps", 3, "scale"], None, r"run\.steps\[3\]\.scale is None"),
+        (["steps"], {}, r"run\.steps is \{\}: write a list"),
+        (["ops", 0], "matmul", r"run\.ops\[0\] is 'matmul': write an object"),
+        (["ops", 0, "op"], 5, r"run\.ops\[0\]\.op is 5: write a text"),
+        (["ops", 0, "direction"], "sideways", r"'sideways': write one of 'forward', 'backward'"),
+        (["verdict", "kind"], ["slow"], r"run\.verdict\.kind is \['slow'\]: write one of 'healthy'"),
+        (["ranges", 1, "octaves"], [0] * 41, r"run\.ranges\[1\]\.octaves has 41 counts: write 42"),
+        (["first_bad", "inputs"], "x" * 99, r"run\.first_bad\.inputs is 'x{59}\.\.\.: write a list"),
+    ],
+)
+def test_a_wrong_value_is_named(path: list[Any], value: Any, message: str, tmp_path: Path) -> None:
+    run: Any = sample_run()
+    inside = run
+    for key in path[:-1]:
+        inside = inside[key]
+    inside[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        write_run(run, tmp_path / "run.json")
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize("part", ["device", "steps", "ops", "ranges", "memory", "modules"])
+def test_a_missing_key_is_named(part: str) -> None:
+    run: Any = sample_run()
+    inside = run[part][0] if isinstance(run[part], list) else run[part]
+    key = list(inside)[-1]
+    del inside[key]
+    with pytest.raises(ValueError, match=rf"run\.{part}.* has no key '{key}'"):
+        checked(run)

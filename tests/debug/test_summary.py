@@ -1,7 +1,9 @@
-"""The summary of a run: what it says, and what it measures but for time; a step that is tried changes nothing."""
+"""The summary of a run: what it says, and measures but for time; what AMP gains, of given times, in a sentence."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import HALF_DTYPES
 from clamp.casting.results import RESULTS
-from clamp.debug.op_counter import OpCounter
+from clamp.debug.gain import Side, Trial, slower_functions
+from clamp.debug.op_counter import OpCounter, OpRow
+from clamp.debug.summary import judge, notes
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.report import read_run
-from tests.networks import Task, batch, loss_of, mlp, step, weights_of
+from tests.networks import Task, batch, loss_of, mlp, step, stepping, weights_of
 
 ROWS, WIDTHS = 64, (32, 64, 64, 8)
 
@@ -201,15 +205,7 @@ def test_skips_are_told_with_their_reasons(queue: cl.CommandQueue) -> None:
 def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
     run = Run(queue)
 
-    @amp.record
-    def one(x: Any, y: Any) -> Any:
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model, (x, y))
-        with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        run.optimizer.step()
-        return loss
-
+    one = amp.record(stepping(run.handle, run.model, run.optimizer))
     for _ in range(4):
         one(*run.data)
     found = run.handle.summary(lambda: one(*run.data))
@@ -230,3 +226,109 @@ def test_a_step_that_fails_leaves_nothing_behind(queue: cl.CommandQueue) -> None
     assert isinstance(run.handle._log.counter, OpCounter)
     assert RESULTS.has(run.handle._log.counter)
     assert len(LISTENERS) == 1
+
+
+# ---------------------------------------------------------------------------------------------- of given times
+
+
+def row(name: str, seconds: float, dtype: str = "float16", policy: str = "half", direction: str = "forward") -> OpRow:
+    function = f"netcl.autograd.{name}"
+    return OpRow(
+        name, direction, function, policy, "layers.0", "train.py:3", (dtype,), dtype, (4, 4), 1, 64, seconds
+    )  # fmt: skip
+
+
+def side(seconds: float, *rows: OpRow, casts: float = 0.0, activations: int = 100, launches: int = 10) -> Side:
+    return Side(seconds, list(rows), [], casts, 0.0, launches, activations, 0, 2 * activations)
+
+
+FAST = Trial(
+    "float16",
+    side(1.0, row("matmul_op", 0.7), activations=52),
+    side(1.42, row("matmul_op", 1.1, "float32")),
+    rounds=9,
+    alone=False,
+)
+SLOW = Trial(
+    "float16",
+    side(1.05, row("matmul_op", 0.9), row("softmax", 0.1, "float32", "float"), casts=0.11),
+    side(1.0, row("matmul_op", 0.79, "float32"), row("softmax", 0.1, "float32", "float")),
+    rounds=9,
+    alone=True,
+)
+
+
+SLOWER = replace(SLOW, amp=replace(SLOW.amp, seconds=1.06))
+SMALL = replace(SLOW, amp=side(0.0011, launches=20), plain=side(0.001, launches=20))
+LISTED = replace(SLOW, black_list=("matmul_op",), with_black_list=0.9, black_list_pays=True)
+
+#: a trial; a pattern of the sentence, a part of the details, and how the cure begins
+SAID: dict[str, tuple[Trial, str, str, str]] = {
+    "faster and smaller": (
+        FAST, "float16 is 1.42x as fast as float32 here and keeps 0.52 of its activation memory.",
+        "Medians of 9 rounds, turn about: 1 s in float16, 1.42 s in ", ""),
+    "only faster": (
+        replace(FAST, amp=replace(FAST.amp, activations=98)), "float16 is 1.42x as fast as float32 here.", "", ""),
+    "slower": (
+        SLOWER, "no gain here: 1.06x slower than float32, because casts take 11% of the step and the functions in half "
+        "are as fast in float32 on this device.", "", 'handle = amp.init(dtype="float32")'),
+    "slower and smaller": (
+        replace(SLOWER, amp=replace(SLOWER.amp, activations=50)),
+        "no gain in time here: 1.06x slower than float32, because casts take 11%*"
+        "; float16 keeps 0.50 of float32's activation memory.", "", ""),
+    **{f"as fast but for {took}": (
+        replace(SLOW, amp=replace(SLOW.amp, seconds=took)), "no gain in time here: as fast as float32, because *", "",
+        "") for took in (0.97, 1.0, 1.04)},
+    "functions are slower in 16 bits": (
+        replace(SLOW, amp=side(1.2, row("matmul_op", 1.0)), plain=side(1.0, row("matmul_op", 0.8, "float32"))),
+        "*the functions in half take 1.25x as long in float16 on this device*", "", "handle = "),
+    "launches dominate": (SMALL, "*a step is bound by its 20 launches, of 55 us each*", "", "@amp.record"),
+    "a black list pays": (
+        LISTED, "*", "matmul_op. To put them on the black list pays: then a step takes 900 ms.",
+        'handle = amp.init(custom_black_list=["matmul_op"])'),
+    "a black list does not": (
+        replace(LISTED, with_black_list=1.04, black_list_pays=False), "*", "does not pay", ""),
+    "float32": (replace(SLOW, dtype="float32"), "AMP computes in float32 here*", "", ""),
+    "a busy machine": (
+        replace(FAST, busy=True), "*", "The least (the machine has other things to do, too) of 9 rounds", ""),
+    "16 bits in the float32 rounds": (
+        replace(FAST, plain=side(1.0, row("gelu", 0.5))), "*", "In the float32 rounds, too", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_said_of_times(case: str) -> None:
+    trial, sentence, detail, cure = SAID[case]
+    found, details = judge(trial), "\n".join(judge(trial).details)
+    assert fnmatchcase(found.sentence, sentence), found
+    assert detail in details
+    assert found.cure.startswith(cure), found
+    assert bool(found.cure) == bool(cure), found
+    assert found.is_slower == ("x slower" in found.sentence)
+    assert ("In the float32 rounds, too" in details) == ("rounds" in case)
+
+
+@pytest.mark.parametrize("times_as_fast", [0.8, 1.0, 2.0])
+@pytest.mark.parametrize(("busy", "is_bound"), [(0.3, True), (0.9, False)])
+def test_a_step_that_the_device_waits_in_is_told_of_records(times_as_fast: float, busy: float, is_bound: bool) -> None:
+    amp = side(0.01, row("softmax", 0.01 * busy, policy="float"), launches=20)
+    verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False))
+    assert any(line.startswith("Bound by launches: 20 of 500 us each") for line in verdict.details) == is_bound
+    assert verdict.cure.startswith("@amp.record") == is_bound
+
+
+@pytest.mark.parametrize(("took", "note"), [(0.5, "2.50x slower than in float32"), (0.21, None), (0.1, None)])
+def test_ops_that_are_not_worth_it_are_marked(took: float, note: str | None) -> None:
+    one = row("matmul_op", took, direction="backward")
+    there = row("matmul_op", 0.2, "float32", direction="backward")
+    trial = Trial("float16", side(1.0, one, row("softmax", 0.4, policy="float")), side(1.0, there), 3, False)
+    assert notes(trial).get(one.key) == note
+    assert slower_functions(trial.amp, trial.plain) == (["matmul_op"] if note else [])
+
+
+def test_what_one_pass_shows_and_another_does_not_is_no_difference() -> None:
+    one = row("matmul_op", 0.5)
+    there = replace(row("matmul_op", 0.05, "float32"), most=0.6)
+    trial = Trial("float16", side(1.0, one), side(1.0, there), 3, False)
+    assert notes(trial) == {}
+    assert slower_functions(trial.amp, trial.plain) == []

@@ -73,8 +73,6 @@ def test_names_the_first_op_that_parts(
         save_trace(after, step)
     found = first_difference(before, after)
     assert isinstance(found, Difference)
-    assert found.first is not None
-    assert found.second is not None
     assert (found.second.direction, found.second.function, found.second.module, found.second.value) == expected
     assert 0 < found.before < count
     if suffix == ".npz":
@@ -109,14 +107,11 @@ def test_lines_that_moved_and_ops_that_came(queue: cl.CommandQueue, tmp_path: Pa
             save_trace(tmp_path / f"{name}.json", step)
     assert first_difference(tmp_path / "one.json", tmp_path / "same.json") is None
     found = first_difference(tmp_path / "one.json", tmp_path / "more.json")
-    assert found is not None
     assert found.first is None
-    assert found.second is not None
     assert found.second.function == "exp"
     assert found.before == 1
     assert "only the second trace has: forward of exp" in str(found)
     found = first_difference(tmp_path / "more.json", tmp_path / "one.json")
-    assert found is not None
     assert found.second is None
     assert "only the first trace has" in str(found)
 
@@ -129,9 +124,7 @@ def test_float32_against_amp_by_tolerance(queue: cl.CommandQueue, tmp_path: Path
         save_trace(tmp_path / "float16.npz", step)
     assert first_difference(tmp_path / "float32.npz", tmp_path / "float16.npz", rtol=0.05) is None
     found = first_difference(tmp_path / "float32.npz", tmp_path / "float16.npz")
-    assert found is not None
     assert found.before == 0
-    assert found.second is not None
     assert "float16" in str(found.second)
 
 
@@ -153,13 +146,9 @@ def test_inf_nan_and_zeros_are_told(queue: cl.CommandQueue, tmp_path: Path) -> N
         save_trace(tmp_path / "bad.json", step_with(0, np.inf, np.nan, 4))
         save_trace(tmp_path / "zero.json", step_with(0, 0))
     found = first_difference(tmp_path / "good.json", tmp_path / "bad.json")
-    assert found is not None
-    assert found.second is not None
     assert (found.second.infs, found.second.nans, found.second.smallest, found.second.largest) == (1, 1, 8, 8)
     assert "8 to 8, 1 inf, 1 nan" in str(found)
     zero = first_difference(tmp_path / "good.json", tmp_path / "zero.json")
-    assert zero is not None
-    assert zero.second is not None
     assert (zero.second.smallest, zero.second.largest) == (0, 0)
 
 

@@ -10,7 +10,7 @@ from netcl.nn import padding, pooling
 from clamp import amp
 from clamp.bridge import Tape
 from clamp.casting.policies import Match
-from clamp.functions import pool
+from clamp.functions import spatial as pool
 from tests.functions.operands import leaf
 from tests.reference import assert_close, to_device, to_numpy
 

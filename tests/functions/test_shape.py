@@ -106,7 +106,7 @@ def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue) -> None:
         lambda: F.reshape(Match(), wide, (6,)),
         lambda: F.permute(Match(), np.ones((2, 3)), (1, 0)),
         lambda: OWNED["netcl.ops.permute.permute"](Match(), x, (1, 0), out=x),
-        lambda: F.tensor_transpose2d(Match(), x, out=x),
+        lambda: OWNED["netcl.ops.transpose.transpose2d"](Match(), x, out=x),
     ):
         with pytest.raises(NotOwned):
             call()

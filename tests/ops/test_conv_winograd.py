@@ -9,7 +9,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.ops import conv as ops
-from clamp.ops.conv import Window, stage, winograd, winograd_tiles
+from clamp.ops.conv import Window, stage, winograd
 from tests.ops.conv_reference import Case, check, forward, input_grad, largest_nearby, slack, weight_grad
 from tests.reference import assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
@@ -187,7 +187,7 @@ def test_gradients_of_other_channels_stay_finite(queue: cl.CommandQueue, simulat
 
 def test_a_batch_in_slices(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1500)
-    monkeypatch.setattr(winograd_tiles, "_STAGED_BYTES", 1500)
+    monkeypatch.setattr(winograd, "_STAGED_BYTES", 1500)
     images = 2 if simulated else 3
     check(queue, Case(images, 2, 3, (5, 6), (3, 3), pad=(1, 1)), "winograd")
 

@@ -295,5 +295,5 @@ def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
         depthwise.depthwise_conv2d(x, w, None, 0, out_dtype="float32")
     with pytest.raises(ValueError, match="bias"):
         depthwise.depthwise_conv2d(x, w, to_device(queue, np.ones(3)), out_dtype="float32")
-    with pytest.raises(ValueError, match="result's shape"):
+    with pytest.raises(ValueError, match="gradient of shape"):
         depthwise.gradients(x, w, x, 1, 0, dx_dtype="float32")

@@ -6,7 +6,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.ops.layer_scale import fitted, taken_off
+from clamp.ops.loss_scale import fitted, taken_off
 from clamp.scaling.loss_scale import LossScale
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 

@@ -109,7 +109,7 @@ def test_nothing_to_unscale_launches_nothing(queue: cl.CommandQueue, state: cl.B
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_one_bad_element_is_found_anywhere(queue: cl.CommandQueue, dtype: str, bad: float) -> None:
-    sizes = [1, 16, 17, 33, 1030]
+    sizes = [1, 16, 17, 33, 113, 1030]
     for index, size in enumerate(sizes):
         for position in {0, size // 2, size - 1}:
             arrays, _ = make(queue, sizes, dtype)

@@ -31,22 +31,14 @@ _FLUSHED_BYTES = 2**27  # read, and half as many written, to empty the caches: s
 
 @dataclass(frozen=True)
 class Work:
-    """A function whose time is that of its memory traffic.
+    """A function whose time is that of its memory traffic."""
 
-    Attributes:
-        name: of the function, and its size.
-        shape: of the input.
-        call: ``call(x, *parameters)`` on nodes.
-        parameters: shapes of its float32 parameters.
-        reads: how often forward reads its input.
-        backward_reads: how often backward reads its input (or result, which has its size) and the gradient.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    call: Callable[..., Any]
-    parameters: Sequence[tuple[int, ...]] = ()
-    reads: int = 1
+    name: str  # of the function, and its size
+    shape: tuple[int, ...]  # of the input
+    call: Callable[..., Any]  # ``call(x, *parameters)`` on nodes
+    parameters: Sequence[tuple[int, ...]] = ()  # shapes of its float32 parameters
+    reads: int = 1  # how often forward reads its input
+    # how often backward reads its input (or result, which has its size) and the gradient
     backward_reads: tuple[int, int] = (1, 1)
 
 

@@ -93,27 +93,16 @@ def run(args: Namespace) -> int:
 
 @dataclass
 class Bench:
-    """One run of the benchmark.
+    """One run of the benchmark."""
 
-    Attributes:
-        queue: the device under test.
-        args: the command's arguments.
-        effort: how long to measure.
-        began: when.
-        file: where results are written, or None.
-        rows: what was measured.
-        notes: who failed, and why.
-        peers: the peers that took part.
-    """
-
-    queue: cl.CommandQueue
-    args: Namespace
-    effort: Effort
-    began: datetime
-    file: Path | None = None
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    peers: dict[str, str] = field(default_factory=dict)
+    queue: cl.CommandQueue  # the device under test
+    args: Namespace  # the command's arguments
+    effort: Effort  # how long to measure
+    began: datetime  # when
+    file: Path | None = None  # where results are written, or None
+    rows: list[Row] = field(default_factory=list)  # what was measured
+    notes: list[str] = field(default_factory=list)  # who failed, and why
+    peers: dict[str, str] = field(default_factory=dict)  # the peers that took part
     _load: float | None = None
 
     def run(self, console: Console) -> None:

@@ -24,39 +24,24 @@ Extra = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do a case's work.
+    """One way to do a case's work."""
 
-    Attributes:
-        name: ``"netcl"``, ``"clamp float16"``, ``"OpenBLAS float32"``.
-        turn: times it.
-        amount: what one call does, in the case's unit without its prefix: flops, bytes; not used for times.
-        is_baseline: whether the others are compared with it.
-        extra: further figures, asked for after the timing.
-    """
-
-    name: str
-    turn: Turn
-    amount: float = 0.0
-    is_baseline: bool = False
-    extra: Extra = field(default=dict)
+    name: str  # ``"netcl"``, ``"clamp float16"``, ``"OpenBLAS float32"``
+    turn: Turn  # times it
+    amount: float = 0.0  # what one call does, in the case's unit without its prefix: flops, bytes; not used for times
+    is_baseline: bool = False  # whether the others are compared with it
+    extra: Extra = field(default=dict)  # further figures, asked for after the timing
 
 
 @dataclass(frozen=True)
 class Case:
-    """Work that several contenders do, turn about.
+    """Work that several contenders do, turn about."""
 
-    Attributes:
-        work: kind of work: ``"gemm"``.
-        name: which of its kind: ``"NN 1024"``.
-        unit: of the results: ``"GFLOP/s"``, ``"GB/s"`` or ``"ms"``.
-        contenders: in the order of the table.
-        limits: what a contender's matrix unit does at most, in the unit, by the contender's name.
-    """
-
-    work: str
-    name: str
-    unit: str
-    contenders: Sequence[Contender]
+    work: str  # kind of work: ``"gemm"``
+    name: str  # which of its kind: ``"NN 1024"``
+    unit: str  # of the results: ``"GFLOP/s"``, ``"GB/s"`` or ``"ms"``
+    contenders: Sequence[Contender]  # in the order of the table
+    # what a contender's matrix unit does at most, in the unit, by the contender's name
     limits: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -64,30 +64,18 @@ def _uniform(random: np.random.Generator, shape: Sequence[int]) -> Host:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A network, the data that it takes, and how it learns.
+    """A network, the data that it takes, and how it learns."""
 
-    Attributes:
-        name: for tables.
-        work: kind of work, for tables and for peers.
-        batch: rows of a batch.
-        shape: of a row.
-        layers: from which peers build the same.
-        outputs: numbers that a row leads to, classes if the loss is ``"cross_entropy"``.
-        loss: of ``netcl.nn.functional``: ``"cross_entropy"`` of one-hot rows, or ``"mse_loss"``.
-        optimizer, lr: of ``netcl.optim``.
-        draw: draws inputs.
-    """
-
-    name: str
-    work: str
-    batch: int
-    shape: tuple[int, ...]
-    layers: Sequence[Layer] = ()
-    outputs: int = CLASSES
-    loss: str = "cross_entropy"
+    name: str  # for tables
+    work: str  # kind of work, for tables and for peers
+    batch: int  # rows of a batch
+    shape: tuple[int, ...]  # of a row
+    layers: Sequence[Layer] = ()  # from which peers build the same
+    outputs: int = CLASSES  # numbers that a row leads to, classes if the loss is ``"cross_entropy"``
+    loss: str = "cross_entropy"  # of ``netcl.nn.functional``: ``"cross_entropy"`` of one-hot rows, or ``"mse_loss"``
     optimizer: str = "SGD"
-    lr: float = 1e-2
-    draw: Callable[[np.random.Generator, Sequence[int]], Host] = _normal
+    lr: float = 1e-2  # optimizer, lr: of ``netcl.optim``
+    draw: Callable[[np.random.Generator, Sequence[int]], Host] = _normal  # draws inputs
 
     def __str__(self) -> str:
         return f"{self.name}, batch {self.batch}"

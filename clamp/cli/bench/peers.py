@@ -44,17 +44,11 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """What a peer says of itself.
+    """What a peer says of itself."""
 
-    Attributes:
-        label: its name in tables.
-        version: its version, and settings that matter.
-        works: dtypes by kind of work.
-    """
-
-    label: str
-    version: str
-    works: dict[str, list[str]]
+    label: str  # its name in tables
+    version: str  # its version, and settings that matter
+    works: dict[str, list[str]]  # dtypes by kind of work
 
 
 class PeerProcess:

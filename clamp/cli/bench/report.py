@@ -29,28 +29,18 @@ RATIOS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's result in one case.
-
-    Attributes:
-        work, case, contender: what was measured.
-        unit: of ``median``, ``best`` and ``slow``: GFLOP/s, GB/s, ms or MiB.
-        median: of the timed calls.
-        best: the fastest call.
-        slow: the call that nine in ten are faster than.
-        samples: timed calls.
-        ratios: to the baselines of the case; `RATIOS` says how.
-        extra: further figures: launches, loss, loss scale; ``of_limit``, the share of the matrix unit's limit.
-    """
+    """One contender's result in one case."""
 
     work: str
     case: str
-    contender: str
-    unit: str
-    median: float
-    best: float
-    slow: float
-    samples: int
-    ratios: dict[str, float]
+    contender: str  # work, case, contender: what was measured
+    unit: str  # of ``median``, ``best`` and ``slow``: GFLOP/s, GB/s, ms or MiB
+    median: float  # of the timed calls
+    best: float  # the fastest call
+    slow: float  # the call that nine in ten are faster than
+    samples: int  # timed calls
+    ratios: dict[str, float]  # to the baselines of the case; `RATIOS` says how
+    # further figures: launches, loss, loss scale; ``of_limit``, the share of the matrix unit's limit
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -50,37 +50,30 @@ _FUNCTIONS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 
 
+@dataclass
 class Variant:
-    """One variant of the training, with its own model, optimizer and loss scale.
+    """One variant of the training, with its own model, optimizer and loss scale."""
 
-    Args:
-        queue: where to train.
-        network: what to train.
-        dtype: clamp's AMP dtype; None for netcl alone.
-        level: of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them.
-    """
-
-    def __init__(self, queue: cl.CommandQueue, network: Network, dtype: str | None, level: str = "O1") -> None:
-        self._queue = queue
-        self._dtype = dtype
-        self._level = level
-        self._scalers: dict[str, Any] | None = None
-        self._first_loss: float | None = None
-        self._network = network
-        self._trainer: Any = None
+    queue: cl.CommandQueue  # where to train
+    network: Network  # what to train
+    dtype: str | None  # clamp's AMP dtype; None for netcl alone
+    level: str = "O1"  # of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
+    _scalers: dict[str, Any] | None = None
+    _first_loss: float | None = None
+    _trainer: Any = None
 
     def _build(self) -> None:
         """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
-        trainer = Trainer(self._queue, self._network)
+        trainer = Trainer(self.queue, self.network)
         self._batch = trainer.batch()
-        if self._level == "O2" and self._dtype is not None:
-            amp.decorate(trainer.model, trainer.optimizer, level="O2", dtype=self._dtype)
+        if self.level == "O2" and self.dtype is not None:
+            amp.decorate(trainer.model, trainer.optimizer, level="O2", dtype=self.dtype)
         self._trainer = trainer
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps, each with the loss read at its end."""
         with self._amp() as handle:
-            return timed(partial(self._train, handle), self._queue.finish)(calls)
+            return timed(partial(self._train, handle), self.queue.finish)(calls)
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[], None]]:
@@ -117,7 +110,7 @@ class Variant:
     @contextmanager
     def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
-        with amp_in(self._dtype, level=self._level) as handle:
+        with amp_in(self.dtype, level=self.level) as handle:
             if self._trainer is None:
                 self._build()
             if handle is None:
@@ -230,18 +223,13 @@ def _without_casts(turn: Turn, calls: int) -> list[float]:
 
 @dataclass
 class _Runner:
-    """Starts the processes of one contender: a checkout of clamp.
-
-    Attributes:
-        checkout: the folder that ``clamp`` is imported from.
-        figures: of its last process.
-    """
+    """Starts the processes of one contender: a checkout of clamp."""
 
     device: cl.Device
     network: str
     dtype: str
-    checkout: Path
-    figures: dict[str, float] = field(default_factory=dict)
+    checkout: Path  # the folder that ``clamp`` is imported from
+    figures: dict[str, float] = field(default_factory=dict)  # of its last process
 
     def run(self, folder: str, then: str = "leave") -> float:
         """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""

@@ -22,20 +22,13 @@ Turn = Callable[[int], list[float]]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        rounds: turns that a fast contender gets; a slow one's fewer calls are spread over them.
-        seconds: time for each contender, all its timed calls together.
-        least, most: bounds on the number of its calls.
-        patience: seconds after which a contender gets fewer than ``least``, though one at the least.
-    """
-
-    rounds: int
-    seconds: float
+    rounds: int  # turns that a fast contender gets; a slow one's fewer calls are spread over them
+    seconds: float  # time for each contender, all its timed calls together
     least: int
-    most: int
-    patience: float = 12.0
+    most: int  # least, most: bounds on the number of its calls
+    patience: float = 12.0  # seconds after which a contender gets fewer than ``least``, though one at the least
 
     def calls(self, seconds_per_call: float) -> int:
         """Returns how many calls to time in all."""

@@ -36,14 +36,14 @@ Draw = Callable[["Figure", bool], None]
 Marks = Mapping[str, Sequence[str]]
 
 
-def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], marks: Marks | None = None) -> str:
+def picture(name: str, label: str, draw: Draw, heights: tuple[int, int], marks: Marks | None = None) -> str:
     """A picture as an element of HTML, once for wide and once for narrow windows.
 
     Args:
         name: begins the ids of its parts, and its class in page.css.
         label: what is to be seen, for people who do not see it.
         draw: takes an empty figure, and whether it is narrow, and draws in colours of ``COLOUR``.
-        height: of a narrow one, or not, in CSS pixels.
+        heights: of a wide one, and of a narrow one, in CSS pixels.
         marks: by the gid of a scatter, a sentence for each of its points, which then takes the keyboard's focus.
 
     Raises:
@@ -51,8 +51,8 @@ def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], ma
     """
     versions = []
     missing = "the page of a run is drawn with matplotlib, which is not installed: pip install matplotlib"
-    for form, width in WIDTHS.items():
-        with _figure(width, height(form == "narrow"), COLOUR, missing) as figure:
+    for (form, width), height in zip(WIDTHS.items(), heights, strict=True):
+        with _figure(width, height, COLOUR, missing) as figure:
             draw(figure, form == "narrow")
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -60,11 +60,11 @@ def picture(name: str, label: str, draw: Draw, height: Callable[[bool], int], ma
     return f'<div class="picture {name}">{"".join(versions)}</div>'
 
 
-def save_picture(path: str | Path, draw: Callable[[Figure, Mapping[str, str]], None], height: int) -> None:
+def save_picture(path: str | Path, draw: Callable[..., None], height: int) -> None:
     """Writes a picture, for wide windows, to a file of the kind that its suffix names, in the page's light colours.
 
     Args:
-        draw: takes an empty figure, and the colours.
+        draw: takes an empty figure, and its colours as ``colour``.
         height: in CSS pixels.
 
     Raises:
@@ -74,7 +74,7 @@ def save_picture(path: str | Path, draw: Callable[[Figure, Mapping[str, str]], N
     css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
     light = dict(reversed(re.findall(r"--(\w+): (#\w{6});", css)))  # the first of each name; dark ones follow
     with _figure(WIDTHS["wide"], height, light, "draw needs matplotlib: pip install matplotlib") as figure:
-        draw(figure, light)
+        draw(figure, colour=light)
         figure.savefig(path, dpi=130)
 
 
@@ -200,16 +200,13 @@ def timeline(steps: Sequence[Step], skipped: Sequence[Step]) -> str:
         f"Loss, loss scale and gradient norm of steps {steps[0]['step']} to {steps[-1]['step']}; {len(skipped)} skipped"
     )
 
-    def draw(figure: Figure, narrow: bool) -> None:
-        _draw(figure, steps, skipped)
+    def sentence(step: Step) -> str:
+        before, after = step["scale_before"], step["scale"]
+        moves = "" if before == after else f"; loss scale {before:g} → {after:g}"
+        return f"step {step['step']} skipped: {step['reason']}{moves}"
 
-    marks = {_MARKS: [f"step {step['step']} skipped: {step['reason']}{_move(step)}" for step in skipped]}
-    return picture("timeline", label, draw, lambda narrow: 430 if narrow else 470, marks if skipped else None)
-
-
-def _move(step: Step) -> str:
-    before, after = step["scale_before"], step["scale"]
-    return "" if before == after else f"; loss scale {before:g} → {after:g}"
+    marks = {_MARKS: list(map(sentence, skipped))} if skipped else None
+    return picture("timeline", label, lambda figure, narrow: _draw(figure, steps, skipped), (470, 430), marks)
 
 
 def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> None:
@@ -221,7 +218,10 @@ def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> Non
     if skipped:
         behind = figure.add_subplot(loss.get_gridspec()[:, 0], sharex=loss, zorder=-1, ylim=(0, 1))
         behind.axis("off")
-        behind.fill_between(*_bands(skipped), step="post", color=COLOUR["bad"], alpha=0.16, linewidth=0)
+        # Bands over them begin with a 1 and end with a 0: one shape for a thousand of them.
+        edges = dict(edge for step in skipped for edge in ((step["step"] - 0.5, 1), (step["step"] + 0.5, 0)))
+        style: Any = {"step": "post", "color": COLOUR["bad"], "alpha": 0.16, "linewidth": 0}
+        behind.fill_between(list(edges), list(edges.values()), **style)
     _curve(loss, numbers, [step["loss"] for step in steps], "loss", steep=_STEEP)
     _curve(norm, numbers, [step["gradient_norm"] for step in steps], "norm", steep=1)
     _scales(scale, numbers, [step["scale"] for step in steps])
@@ -237,14 +237,6 @@ def _draw(figure: Figure, steps: Sequence[Step], skipped: Sequence[Step]) -> Non
     norm.set_xlabel("step")
     norm.set_xlim(numbers[0] - 0.5, numbers[-1] + 0.5)
     norm.locator_params("x", integer=True, nbins=6)
-
-
-def _bands(skipped: Sequence[Step]) -> tuple[list[float], list[int]]:
-    """Where bands over the skipped steps begin, with a 1, and end, with a 0: one shape for a thousand of them."""
-    edges: dict[float, int] = {}
-    for step in skipped:
-        edges |= {step["step"] - 0.5: 1, step["step"] + 0.5: 0}
-    return list(edges), list(edges.values())
 
 
 def _curve(axes: Axes, numbers: Sequence[int], values: Sequence[float | None], colour: str, *, steep: float) -> None:
@@ -330,11 +322,8 @@ def memory(found: Memory, dtype: str) -> str:
         axes.set_yticks(range(len(names)), names)
         axes.set(xticks=[], xlim=(0, longest * (1.3 if narrow else 1.12)), ylim=(len(bars) - 0.5, -0.7))
 
-    def height(narrow: bool) -> int:
-        return len(bars) * (_BAR + 14 if narrow else _BAR) + 12
-
     label = "Device memory: " + "; ".join(f"{name} {size(value)}" for name, _, value in bars)
-    return picture("memory", label, draw, height)
+    return picture("memory", label, draw, (len(bars) * _BAR + 12, len(bars) * (_BAR + 14) + 12))
 
 
 def saving(found: Memory) -> str:
@@ -381,21 +370,16 @@ def memory_timeline(found: Memory) -> str:
     peak = peak_of(found["timeline"])
     if peak is None:
         return ""
-    moments = _fewer(found["timeline"])
+    steps = found["timeline"]
+    each = math.ceil(len(steps) / _MOMENTS)
+    moments = [max(steps[begin : begin + each], key=held_at) for begin in range(0, len(steps), each)]
     where = placed(peak["op"], peak["module"], peak["line"])
 
     def draw(figure: Figure, narrow: bool) -> None:
         _draw_held(figure.subplots(), moments, moments.index(peak), where, 24 if narrow else 80)
 
-    label = (
-        f"Device memory in {len(found['timeline'])} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
-    )
-    return picture("held", label, draw, lambda narrow: 320 if narrow else 360)
-
-
-def _fewer(timeline: Sequence[HeldAt]) -> list[HeldAt]:
-    each = math.ceil(len(timeline) / _MOMENTS)
-    return [max(timeline[begin : begin + each], key=held_at) for begin in range(0, len(timeline), each)]
+    label = f"Device memory in {len(steps)} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
+    return picture("held", label, draw, (360, 320))
 
 
 def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, length: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,11 +52,9 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
     rows = {name: modules[name] for name in _chosen(modules)}
     bad = first_bad["module"] or first_bad["op"] if first_bad else None
 
-    def draw(figure: Figure, narrow: bool) -> None:
-        _draw(figure, narrow, COLOUR, rows, suggested, bad)
-
     label = f"Histograms of the magnitudes in {len(rows)} modules, activations and gradients, beside float16's range"
-    drawn = picture("ranges", label, draw, lambda narrow: _height(len(rows), narrow))
+    draw = partial(_draw, colour=COLOUR, rows=rows, suggested=suggested, bad=bad)
+    drawn = picture("ranges", label, draw, (_height(len(rows), False), _height(len(rows), True)))
     return RangesDrawn(drawn, len(modules) - len(rows))
 
 
@@ -66,15 +65,11 @@ def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | Non
         ModuleNotFoundError, OSError: see `save_picture`.
     """
     rows = _modules(found)
-
-    def draw(figure: Figure, colour: Mapping[str, str]) -> None:
-        _draw(figure, False, colour, rows, suggested, None)
-
-    save_picture(path, draw, _height(len(rows), False))
+    save_picture(path, partial(_draw, narrow=False, rows=rows, suggested=suggested), _height(len(rows), False))
 
 
 def _draw(
-    figure: Figure, narrow: bool, colour: Mapping[str, str], rows: Rows, suggested: float | None, bad: str | None
+    figure: Figure, narrow: bool, colour: Mapping[str, str], rows: Rows, suggested: float | None, bad: str | None = None
 ) -> None:
     for place, axes in enumerate(figure.subplots(*((2, 1) if narrow else (1, 2)))):
         title, kinds = _PANELS[place]

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from clamp.debug.page.figures import HELD, held_at, memory, memory_timeline, peak_of, saving, timeline
 from clamp.debug.page.ranges import ranges
-from clamp.debug.page.schema import END, LOWEST, FirstBad, Input, Module, Op, Run, checked
+from clamp.debug.page.schema import END, LOWEST, Input, Module, Op, Run, checked
+from clamp.debug.ranges import FLOAT16
 from clamp.debug.words import UNKNOWN, digits, duration, placed, size
 from clamp.params.lost_updates import LayerUpdates
 
-_LARGEST, _SMALLEST = 65504.0, 2.0**LOWEST  # of float16
 _TRACK = LOWEST - 6, END + 8  # exponents that the track of an operand shows
+_PLACE: Final = ("op", "direction", "module", "line")  # by which the op of the verdict is found in the table
 _OPEN = 60  # modules up to which all branches of the tree are open
 _SIGNS = {"healthy": "✓", "overflow": "!", "not finite": "!", "slow": "~", "unknown": "?"}
 
@@ -55,7 +56,8 @@ def page_of(run: Run) -> str:
         skipped=skipped,
         timeline=timeline(run["steps"], skipped),
         ranges=ranges(run["ranges"], run["suggested_scale"], bad),
-        lit=next((op for op in run["ops"] if bad is not None and _is_first_bad(op, bad)), None),
+        # In the backward of one line several modules may meet.
+        lit=next((op for op in run["ops"] if bad and all(op[key] == bad[key] for key in _PLACE)), None),
         numbers_of=lambda op: _numbers_of(op, took),
         updates=[LayerUpdates(**row) for row in run["updates"]["layers"]],
         memory=memory(run["memory"], run["dtype"]),
@@ -144,17 +146,12 @@ def _numbers_of(op: Op, took: float) -> list[Cell]:
 # ---------------------------------------------------------------------------------------------- the first bad op
 
 
-def _is_first_bad(op: Op, bad: FirstBad) -> bool:
-    """Whether an op of the table is that of the verdict: in the backward of one line several modules may meet."""
-    return all(op[key] == bad[key] for key in ("op", "direction", "module", "line"))
-
-
 def _track_of(one: Input) -> list[str] | None:
     """How far from the left and the right of a track float16's range is, and a bar from the smallest to the largest
     magnitude, in percent; None without magnitudes."""
     if not 0 < one["smallest"] <= one["largest"]:
         return None
-    low, high, start, end = map(_on_track, (_SMALLEST, 2.0**END, one["smallest"], one["largest"]))
+    low, high, start, end = map(_on_track, (FLOAT16.smallest, 2.0**END, one["smallest"], one["largest"]))
     return [f"{x:.1f}" for x in (low, 100 - high, start, 100 - max(end, start + 1.5))]
 
 
@@ -166,10 +163,11 @@ def _on_track(value: float) -> float:
 def _beside_float16(one: Input) -> str:
     if one["infs"] or one["nans"]:
         return "not finite before"
-    if one["largest"] > _LARGEST:
-        return f"above {_LARGEST:g}"
-    words = [f"{digits(_LARGEST / one['largest'])}x below {_LARGEST:g}"] if one["largest"] > 0 else ["all zero"]
-    return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < _SMALLEST))
+    limit = FLOAT16.largest
+    if one["largest"] > limit:
+        return f"above {limit:g}"
+    words = [f"{digits(limit / one['largest'])}x below {limit:g}"] if one["largest"] > 0 else ["all zero"]
+    return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < FLOAT16.smallest))
 
 
 # ---------------------------------------------------------------------------------------------- the modules, as a tree

@@ -43,24 +43,14 @@ _GROUP_GPU = 64  # work-items of a head of a cache
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *, out_dtype: str, engine: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k' scale) v, and the logarithm of each query's sum of exponentials.
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D), by default with a scale of ``1 / sqrt(D)``.
 
     A query whose scores are all -inf has the result 0 and the log-sum-exp -inf; a NaN or +inf among the scores that
     it sees makes its result NaN. With ``causal`` a key that comes after a query never counts, whatever it holds; an
     infinity or NaN in its *value* can reach the queries of the same block, as the weight 0 times infinity.
 
-    Args:
-        q, k, v: (B, H, T, D) each, float32, float16 or bfloat16 in any mixture; any T and D.
-        causal: whether query i sees the keys 0 .. i only.
-        scale: what q k' is multiplied by; None: ``1 / sqrt(D)``.
-        out_dtype: dtype of the result.
-        engine: name of the engine; None: the one that pays.
-
     Returns:
-        The result (B, H, T, D) and the log-sum-exps (B, H, T), float32.
-
-    Raises:
-        ValueError: the shapes are not four-dimensional and equal, or there is no such engine.
+        The result (B, H, T, D) and the logarithm of each query's sum of exponentials (B, H, T), float32.
     """
     problem = problem_of(q, k, v, causal, scale, names_of_verified(MATRIX_UNITS, q.queue))
     out = bridge.empty(q.queue, q.shape, out_dtype)
@@ -78,15 +68,6 @@ def attention_backward(
 
     The result itself is not needed: each query's sum of weight times gradient, which others take from the rounded
     result, is formed in fp32.
-
-    Args:
-        lse: what `attention` returned.
-        grad: the result's gradient, in the result's shape.
-        out_dtypes: dtypes of the three gradients.
-        engine: as in `attention`.
-
-    Raises:
-        ValueError: the shapes do not fit, or there is no such engine.
     """
     problem = problem_of(q, k, v, causal, scale, names_of_verified(MATRIX_UNITS, q.queue), grad=grad)
     if tuple(grad.shape) != tuple(q.shape) or tuple(lse.shape) != tuple(q.shape[:3]):
@@ -103,21 +84,8 @@ def attention_backward(
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int, scale: float | None, *, out_dtype: str
 ) -> Tensor:
-    """One query a head against the first ``length`` positions of a cache; what lies beyond is never read.
-
-    Args:
-        q: (B, H, 1, D).
-        k_cache, v_cache: (B, H, capacity, D); they and q float32, float16 or bfloat16 in any mixture.
-        length: how many positions to attend to. With none the result is 0.
-        scale: as in `attention`.
-        out_dtype: dtype of the result.
-
-    Returns:
-        (B, H, 1, D).
-
-    Raises:
-        ValueError: the shapes do not fit, or the cache is shorter than ``length``.
-    """
+    """One query a head, (B, H, 1, D), against the first ``length`` positions of caches (B, H, capacity, D); what lies
+    beyond is never read, and with none the result is 0."""
     shapes = [tuple(x.shape) for x in (q, k_cache, v_cache)]
     fits = len(shapes[0]) == len(shapes[1]) == 4 and shapes[0][2] == 1 and shapes[1] == shapes[2]
     if not fits or shapes[0][:2] != shapes[1][:2] or shapes[0][3] != shapes[1][3]:

@@ -18,24 +18,16 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of heads that each have ``length`` queries and as many keys and values.
-
-    Attributes:
-        heads, length, width: B*H, T, D.
-        causal: whether query i sees the keys 0 .. i only.
-        scale: what q k' is multiplied by.
-        storage: storage types of q, k and v, and in backward of the result's gradient.
-        device: what the device can do.
-        verified: names of the engines that must be verified on the device, and are.
-    """
+    """Attention of heads that each have ``length`` queries and as many keys and values."""
 
     heads: int
     length: int
-    width: int
-    causal: bool
-    scale: float
-    storage: tuple[str, ...]
-    device: Capabilities = field(repr=False)
+    width: int  # heads, length, width: B*H, T, D
+    causal: bool  # whether query i sees the keys 0 .. i only
+    scale: float  # what q k' is multiplied by
+    storage: tuple[str, ...]  # storage types of q, k and v, and in backward of the result's gradient
+    device: Capabilities = field(repr=False)  # what the device can do
+    # names of the engines that must be verified on the device, and are
     verified: frozenset[str] = field(default=frozenset(), repr=False)
 
 
@@ -55,11 +47,7 @@ def problem_of(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, verified: frozenset[str] = frozenset(),
     *, grad: Tensor | None = None,
 ) -> Problem:  # fmt: skip
-    """The problem of q, k and v, and in backward of the result's gradient.
-
-    Raises:
-        ValueError: the shapes are not four-dimensional and equal.
-    """
+    """The problem of q, k and v, and in backward of the result's gradient."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if len(shapes[0]) != 4 or shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         given = ", ".join(map(str, shapes))

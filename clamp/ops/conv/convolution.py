@@ -29,21 +29,12 @@ def conv2d(
     x: Tensor, w: Tensor | Weights, window: Window,
     *, out_dtype: str, bias: Tensor | None = None, relu: bool = False, engine: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """``relu(x * w + bias)``, summed in fp32 and rounded to ``out_dtype`` once, at the end.
+    """``relu(x * w + bias)``, of the size that ``window.output`` gives; NaN passes relu.
 
     Args:
-        x: (N, C, H, W); float32, float16 or bfloat16.
-        w: (F, C / groups, KH, KW), any of the three as well, or what `pack_weights` returned.
-        out_dtype: storage type of the result.
+        x: (N, C, H, W).
+        w: (F, C / groups, KH, KW), or what `pack_weights` returned.
         bias: (F,), read in its own storage type.
-        relu: replaces negative results by zero; NaN stays.
-        engine: name of one that takes the place of the choice.
-
-    Returns:
-        Tensor (N, F, OH, OW), of the size that ``window.output`` gives.
-
-    Raises:
-        ValueError: shapes that do not fit, or an engine that does not.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False)
     features, channels, *extent = weights.tensor.shape
@@ -64,18 +55,10 @@ def conv2d_input_grad(
     """Gradient of a convolution with respect to its input: also the transposed convolution of ``grad``.
 
     Args:
-        grad: (N, F, OH, OW); float32, float16 or bfloat16.
+        grad: (N, F, OH, OW).
         w: (F, C / groups, KH, KW), or what `pack_weights` returned with ``transposed``.
         image: (H, W) of the input.
-        out_dtype: storage type of the result.
         bias: (C,), added to the result: the bias of a transposed convolution.
-        engine: name of one that takes the place of the choice.
-
-    Returns:
-        Tensor (N, C, H, W).
-
-    Raises:
-        ValueError: shapes that do not fit, or an engine that does not.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
     features, channels, *extent = weights.tensor.shape
@@ -91,20 +74,12 @@ def conv2d_input_grad(
 def conv2d_weight_grad(
     x: Tensor, grad: Tensor, extent: Pair, window: Window, *, out_dtype: str, engine: str | None = None
 ) -> Tensor:
-    """Gradient of a convolution with respect to its weights, straight from fp32 sums, in a fixed order.
+    """Gradient of a convolution with respect to its weights, (F, C / groups, KH, KW), in a fixed order.
 
     Args:
-        x: (N, C, H, W), the input; float32, float16 or bfloat16.
-        grad: (N, F, OH, OW), the output's gradient; any of the three as well.
+        x: (N, C, H, W), the input.
+        grad: (N, F, OH, OW), the output's gradient.
         extent: (KH, KW).
-        out_dtype: storage type of the result.
-        engine: name of one that takes the place of the choice.
-
-    Returns:
-        Tensor (F, C / groups, KH, KW).
-
-    Raises:
-        ValueError: shapes that do not fit, or an engine that does not.
     """
     return _parameter_grads(x, grad, extent, window, out_dtype, None, engine)[0]
 
@@ -112,14 +87,7 @@ def conv2d_weight_grad(
 def conv2d_parameter_grads(
     x: Tensor, grad: Tensor, extent: Pair, window: Window, *, out_dtype: str, bias_dtype: str, engine: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients with respect to the weights, as `conv2d_weight_grad`, and to the bias, which costs hardly more.
-
-    Args:
-        bias_dtype: storage type of the second.
-
-    Returns:
-        Tensors (F, C / groups, KH, KW) and (F,).
-    """
+    """Gradients by the weights, as `conv2d_weight_grad`, and by the bias, (F,), which costs hardly more."""
     weights, bias = _parameter_grads(x, grad, extent, window, out_dtype, bias_dtype, engine)
     return weights, sum_channels(grad, bias_dtype) if bias is None else bias
 

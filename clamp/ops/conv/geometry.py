@@ -116,16 +116,11 @@ def gradient_axes(image: int, positions: int, kernel: int, stride: int, pad: int
 
 @dataclass(frozen=True)
 class Correlation:
-    """Both axes together: what the kernels are told about where positions and taps lie.
-
-    Attributes:
-        y, x: the axes.
-        source: rows and columns of the source.
-    """
+    """Both axes together: what the kernels are told about where positions and taps lie."""
 
     y: TapAxis
-    x: TapAxis
-    source: Pair
+    x: TapAxis  # y, x: the axes
+    source: Pair  # rows and columns of the source
 
     @cached_property
     def is_staged(self) -> bool:
@@ -211,19 +206,12 @@ def deal(
 
 @dataclass(frozen=True)
 class Division:
-    """Division of the positions and panels of a weight gradient among work-items.
+    """Division of the positions and panels of a weight gradient among work-items."""
 
-    Attributes:
-        each: positions of a chunk, whose sums are kept apart until the end.
-        chunks: how many there are.
-        block: positions that are read at a time; alike, or the last would be few.
-        each_k: panels of a work-item.
-    """
-
-    each: int
-    chunks: int
-    block: int
-    each_k: int
+    each: int  # positions of a chunk, whose sums are kept apart until the end
+    chunks: int  # how many there are
+    block: int  # positions that are read at a time; alike, or the last would be few
+    each_k: int  # panels of a work-item
 
 
 def divide(items: int, groups: int, columns: int, most: int, panels_k: int, floats: int, parts: int = 1) -> Division:

@@ -40,16 +40,11 @@ _OUTSIDE = -(2**30)  # a tap that reads nothing
 
 @dataclass(frozen=True)
 class MatrixConv(Verified):
-    """An engine of convolutions by a matrix instruction.
+    """An engine of convolutions by a matrix instruction."""
 
-    Attributes:
-        unit: the engine of products by that instruction.
-        conv, weight_grad: the kernels.
-    """
-
-    unit: MatrixUnit
+    unit: MatrixUnit  # the engine of products by that instruction
     conv: Kernel
-    weight_grad: Kernel
+    weight_grad: Kernel  # conv, weight_grad: the kernels
 
     @classmethod
     def by(
@@ -81,7 +76,6 @@ class MatrixConv(Verified):
         )
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-        """Writes a convolution or an input gradient over ``out``."""
         plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
         positions = problem.images * problem.correlations[0][0].positions
         plan = best_plan(plans, weights.rows, positions, weights.groups, units)
@@ -90,7 +84,6 @@ class MatrixConv(Verified):
     def weight_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
     ) -> Tensor | None:
-        """Writes the gradient by the weights over ``out``."""
         units, groups = capabilities(x.queue).compute_units, problem.window.groups
         columns = problem.channels * problem.forward.taps
         plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
@@ -100,11 +93,9 @@ class MatrixConv(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Its kernels."""
         return self.conv, self.weight_grad
 
     def may_work(self, device: Capabilities) -> bool:
-        """Returns whether the device is of a kind that has the instruction."""
         return self.unit.may_work(device)
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
@@ -169,16 +160,11 @@ class MatrixConv(Verified):
 
 @dataclass(frozen=True)
 class _Phase:
-    """One remainder of the positions, and where its results lie.
+    """One remainder of the positions, and where its results lie."""
 
-    Attributes:
-        shape: what is computed there.
-        begin: the first result.
-        target: from one image, channel, row and column of positions to the next, in elements of the result.
-    """
-
-    shape: Correlation
-    begin: int
+    shape: Correlation  # what is computed there
+    begin: int  # the first result
+    # from one image, channel, row and column of positions to the next, in elements of the result
     target: tuple[int, int, int, int]
 
 

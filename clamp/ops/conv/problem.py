@@ -10,29 +10,19 @@ from clamp.ops.conv.geometry import Correlation, Pair, Window, forward, gradient
 
 @dataclass(frozen=True)
 class Problem:
-    """A convolution, or one of its gradients.
+    """A convolution, or one of its gradients."""
 
-    Attributes:
-        gradient: what it is the gradient by: "", "input" or "weights".
-        dtypes: storage types of what is multiplied: the source (the input; for its own gradient, the output's gradient)
-            and the weights (for their own gradient, the output's gradient).
-        out_dtype: storage type of the result.
-        images: of the batch.
-        image: (H, W) of the input.
-        weights: shape of the weights, (F, C / groups, KH, KW).
-        device: what the device can do.
-        verified: names of the engines that must be verified on the device, and are.
-    """
-
-    gradient: str
+    gradient: str  # what it is the gradient by: "", "input" or "weights"
+    # storage types of what is multiplied: the source (the input; for its own gradient, the output's gradient) and the
+    # weights (for their own gradient, the output's gradient)
     dtypes: tuple[str, str]
-    out_dtype: str
-    images: int
-    image: Pair
-    weights: tuple[int, ...]
+    out_dtype: str  # storage type of the result
+    images: int  # of the batch
+    image: Pair  # (H, W) of the input
+    weights: tuple[int, ...]  # shape of the weights, (F, C / groups, KH, KW)
     window: Window
-    device: Capabilities
-    verified: frozenset[str] = frozenset()
+    device: Capabilities  # what the device can do
+    verified: frozenset[str] = frozenset()  # names of the engines that must be verified on the device, and are
 
     def __str__(self) -> str:
         types, kernel = " by ".join(self.dtypes), " x ".join(map(str, self.extent))

@@ -28,21 +28,14 @@ _ROWS_BYTES = 2**16  # that a CPU's work-item should write
 
 @dataclass(frozen=True)
 class Source:
-    """Some images of a batch, laid out for a correlation.
+    """Some images of a batch, laid out for a correlation."""
 
-    Attributes:
-        tensor: the elements, [image][group][channel][plane].
-        shape: the correlation that reads it.
-        offsets: for each step (channel of a group, tap), how far from a position its element lies.
-        images, groups, channels: of the tensor; channels of one group.
-    """
-
-    tensor: Tensor
-    shape: Correlation
-    offsets: Offsets
+    tensor: Tensor  # the elements, [image][group][channel][plane]
+    shape: Correlation  # the correlation that reads it
+    offsets: Offsets  # for each step (channel of a group, tap), how far from a position its element lies
     images: int
     groups: int
-    channels: int
+    channels: int  # images, groups, channels: of the tensor; channels of one group
 
     @property
     def columns(self) -> int:
@@ -63,19 +56,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of the results of a correlation.
+    """Destination of the results of a correlation."""
 
-    Attributes:
-        out: the tensor.
-        begin: its first element that is written.
-        image: elements from an image's results to the next's.
-        epilogue: what happens in the store.
-    """
-
-    out: Tensor
-    begin: int
-    image: int
-    epilogue: Epilogue
+    out: Tensor  # the tensor
+    begin: int  # its first element that is written
+    image: int  # elements from an image's results to the next's
+    epilogue: Epilogue  # what happens in the store
 
 
 def slices(x: Tensor, shape: Correlation, dtype: str) -> Iterator[tuple[int, int]]:
@@ -132,17 +118,11 @@ def _moved(source: str, target: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Offsets:
-    """The offsets of every step, on the device.
+    """The offsets of every step, on the device."""
 
-    Attributes:
-        buffer: 64-bit integers, at least one.
-        steps: how many there are.
-        reach: the largest.
-    """
-
-    buffer: cl.Buffer
-    steps: int
-    reach: int
+    buffer: cl.Buffer  # 64-bit integers, at least one
+    steps: int  # how many there are
+    reach: int  # the largest
 
 
 @lru_cache(maxsize=128)  # of up to some 50 KB

@@ -15,18 +15,12 @@ _PACK = Kernel("conv_weights.cl", "pack_weights")
 
 @dataclass(frozen=True)
 class PanelLayout:
-    """Panels of weights as a kernel reads them: panels of rows, each a matrix [step][row], zero beyond the weights.
-
-    Attributes:
-        width, short: rows of a panel, and of the last ones, where that leaves fewer rows empty (0: of none).
-        block: steps of a panel that are read one after the other.
-        pairs: whether a step is a pair of bfloat16, of the elements 2 step and 2 step + 1, and not a float.
-    """
+    """Panels of weights as a kernel reads them: panels of rows, each a matrix [step][row], zero beyond the weights."""
 
     width: int
-    short: int
-    block: int
-    pairs: bool = False
+    short: int  # width, short: rows of a panel, and of the last ones, where that leaves fewer rows empty (0: of none)
+    block: int  # steps of a panel that are read one after the other
+    pairs: bool = False  # whether a step is a pair of bfloat16, of the elements 2 step and 2 step + 1, and not a float
 
     def heights(self, rows: int) -> tuple[int, int]:
         """Returns the numbers of panels with ``width`` rows and with ``short``, for so many rows."""
@@ -46,17 +40,11 @@ class PanelLayout:
 @dataclass(frozen=True)
 class Weights:
     """A convolution's weights (F, C, KH, KW) as kernels read them: packed into panels, once for each layout and set
-    of taps.
+    of taps."""
 
-    Attributes:
-        tensor: the weights; C counts the channels of one group.
-        groups: F falls apart into as many groups.
-        transposed: whether sums run over F (the input gradient) and not over C (forward).
-    """
-
-    tensor: Tensor
-    groups: int
-    transposed: bool
+    tensor: Tensor  # the weights; C counts the channels of one group
+    groups: int  # F falls apart into as many groups
+    transposed: bool  # whether sums run over F (the input gradient) and not over C (forward)
     _panels: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @property

@@ -1,31 +1,39 @@
-"""3x3 convolutions with fewer multiplications, on CPU devices (kernels/conv_winograd.cl, conv_winograd_strided.cl).
+"""3x3 convolutions and their gradients with fewer multiplications, on CPU devices (kernels/conv_winograd.cl,
+conv_winograd_strided.cl).
 
 Winograd's F(4x4, 3x3), and for stride 2 F(4x4, 2x2) of even and odd rows and columns, add multiples of elements before
 they multiply them, in fp32. Their sums err by a few fp32 roundings of the largest element in the tile, a direct sum
 by roundings of its own terms. Storing the result in 16 bits rounds 2^13 times as coarsely; so they serve 16-bit storage
 only, and float32 is summed directly.
+
+Of a weight gradient, F(3x3, 4x4) and its like for stride 2, sums over many positions are off by up to twice the error
+of adding term by term. Where elements times gradients come to 2^110 and more, or one of them to 2^120, which only
+bfloat16 stores, they may overflow on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.conv import dot_bf16, winograd_grad
-from clamp.ops.conv.geometry import deal, pair
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
+from clamp.ops.conv import dot_bf16
+from clamp.ops.conv.geometry import Pair, deal, divide, pair
+from clamp.ops.conv.packed import tile_of_gradient
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import PanelLayout, Weights
-from clamp.ops.conv.winograd_tiles import PLAIN, STRIDED, STRIDED_GRADIENT, Form, Tiles, slices, stage
 from clamp.ops.gemm.plan import Tile, tile_of
 from clamp.ops.gemm.problem import Epilogue
 
 NAME = "winograd"
 TAKES = "3x3 kernels of stride 1 padded by up to 2, or of stride 2 padded by 1; it reads and stores 16 bits"
 IN_WORDS = "Winograd's sums, with fewer multiplications"
-weight_gradient = winograd_grad.weight_gradient
 
 _TAPS = 9  # planes of the weights as they are, behind the transformed ones
 _ROW_PANELS = 4  # of weights, whose sums rest at a time
@@ -34,6 +42,107 @@ _SHORT = 4  # rows of the last panels of weights
 _ITEMS_PER_CORE = 4  # each has a workspace of its own, of a few hundred KB to a few MB
 # Below, transforming takes longer than it saves: the input, or (positions of a batch) the weights.
 _MIN_CHANNELS, _MIN_POSITIONS, _MIN_POSITIONS_STRIDED = 16, 512, 4096
+
+
+# ------------------------------------------------------------------------------------------ tiles
+
+_OVERREAD = 16  # elements that may be read beyond a staged source: what 16 tiles read, of which one is real
+_STAGED_BYTES = 256 * 2**20  # a larger batch is computed in slices
+_STAGED_ROWS = 256  # of a work-item
+
+
+_FILES = ("conv_winograd.cl", "conv_winograd_strided.cl")
+_NAMES = ("stage_tiles", "winograd", "transform_weights", "weight_grad", "weight_grad_finish")
+_KERNELS = {(file, name): Kernel(file, name) for file in _FILES for name in _NAMES}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of convolution: what its file in kernels/ defines, by the same names."""
+
+    file: str
+    # edge, source_edge: rows and columns of a tile's outputs; and of the source, from a tile to the next
+    edge: int
+    source_edge: int
+    reach: int  # rows and columns of the source that a tile reads beyond those
+    # read_planes, places, weight_planes, grad_places: of a transformed tile of the source, of its sums, of the
+    # weights, and of a transformed tile of the outputs' gradient
+    read_planes: int
+    places: int
+    weight_planes: int
+    grad_places: int
+    options: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Macros of its kernels."""
+        return dict(self.options)
+
+    def kernel(self, name: str) -> Kernel:
+        """A kernel of its file."""
+        return _KERNELS[self.file, name]
+
+
+PLAIN = Form(_FILES[0], 4, 4, 2, 36, 36, 36, 36)
+STRIDED = Form(_FILES[1], 4, 8, 1, 81, 25, 81, 25, (("GRADIENT", 0),))
+STRIDED_GRADIENT = Form(_FILES[1], 8, 4, 1, 25, 81, 81, 25, (("GRADIENT", 1),))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of an image's outputs."""
+
+    form: Form
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, form: Form, size: Pair) -> Tiles:
+        """Tiles of ``size`` outputs."""
+        return cls(form, *(-(-extent // form.edge) for extent in size))
+
+    @property
+    def count(self) -> int:
+        """Tiles of an image."""
+        return self.rows * self.columns
+
+    @property
+    def staged(self) -> Pair:
+        """Rows of a staged plane, and columns of a phase of a row."""
+        return self.form.source_edge * self.rows + self.form.reach, self.columns + 1
+
+    @property
+    def plane(self) -> int:
+        """Elements of a staged plane."""
+        rows, columns = self.staged
+        return rows * self.form.source_edge * columns
+
+    @property
+    def pieces(self) -> int:
+        """Of 16 tiles that are transformed together, how many parts lie in rows of their own."""
+        return 4 if self.columns <= 4 else 2 if self.columns <= 8 else 1
+
+
+def slices(x: Tensor, tiles: Tiles) -> Iterator[tuple[int, int]]:
+    """(first image, images) of the parts in which a batch is staged, so that the workspace stays small."""
+    each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
+    for first in range(0, x.shape[0], each):
+        yield first, min(each, x.shape[0] - first)
+
+
+def stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tensor:
+    """Images ``first`` and following of x (N, C, H, W), padded, laid out for tiles."""
+    rows = images * x.shape[1] * tiles.staged[0]
+    out = bridge.empty(x.queue, (images * x.shape[1] * tiles.plane + _OVERREAD,), x.dtype)
+    each = max(1, min(_STAGED_ROWS, rows // (4 * capabilities(x.queue).compute_units)))
+    tiles.form.kernel("stage_tiles")(
+        x.queue, (-(-rows // each),), (1,), x, out, first * (x.size // x.shape[0]), x.size, rows,
+        *x.shape[2:], *tiles.staged, *pad, each, STAGE=1, **tiles.form.macros,
+    )  # fmt: skip
+    return out
+
+
+# ------------------------------------------------------------------------------------------ convolutions
 
 
 def fits(problem: Problem) -> bool:
@@ -52,14 +161,13 @@ def pays(problem: Problem) -> bool:
     if not problem.device.is_cpu or (is_strided and dot_bf16.fits(problem) and dot_bf16.pays(problem)):
         return False
     if problem.gradient == "weights":
-        return winograd_grad.pays(problem)
+        return _gradient_pays(problem)
     positions = problem.images * min(prod(problem.image), prod(problem.size))
     least = _MIN_POSITIONS_STRIDED if is_strided else _MIN_POSITIONS
     return min(problem.channels, problem.features) >= _MIN_CHANNELS and positions >= least
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-    """Writes a convolution or an input gradient over ``out``."""
     if out.size == 0:
         return
     window = problem.window
@@ -133,3 +241,77 @@ def _transform(weights: Weights, form: Form, layout: PanelLayout) -> Tensor:
         **form.macros,
     )  # fmt: skip
     return panels
+
+
+# ------------------------------------------------------------------------------------------ weight gradients
+
+_BLOCK = 64  # tiles that are transformed at a time
+_MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
+# Below, transforming and adding up take longer than multiplying less saves.
+_GRADIENT_LEAST, _GRADIENT_LEAST_STRIDED = (16, 1024), (48, 8192)  # channels, and positions of a batch
+_GRADIENT_ITEMS_PER_CORE = 1  # each has partial sums to add up, and a workspace of a few MB
+
+
+def _gradient_pays(problem: Problem) -> bool:
+    """Whether these sums are faster, for elements whose own rounding is coarse beside that of adding some of them."""
+    is_strided = problem.window.stride != (1, 1)
+    least_channels, least_positions = _GRADIENT_LEAST_STRIDED if is_strided else _GRADIENT_LEAST
+    large = problem.images * prod(problem.size) >= least_positions
+    return "float32" not in problem.dtypes and large and min(problem.channels, problem.features) >= least_channels
+
+
+def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    tiles = Tiles.of(PLAIN if problem.window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
+    total: _WinogradSum | None = None
+    for first, images in slices(x, tiles):
+        staged = stage(x, tiles, first, images, problem.window.pad)
+        total = total or _WinogradSum(out, tiles.form, images * tiles.count, problem.window.groups)
+        total.add(staged, tiles, images, grad, first * (grad.size // grad.shape[0]))
+    if total is not None:
+        total.finish()
+    return None
+
+
+class _WinogradSum:
+    """A weight gradient as it adds up, slice by slice of the batch."""
+
+    def __init__(self, out: Tensor, form: Form, columns: int, groups: int) -> None:
+        self._out, self._form, self._groups = out, form, groups
+        self._rows, self._channels = out.shape[0] // groups, out.shape[1]
+        queue = out.queue
+        self._tile = tile = tile_of_gradient(queue, self._rows)
+        self._panels_k, self._panels_m = -(-self._channels // tile.rows), -(-self._rows // tile.columns)
+        floats = groups * form.weight_planes * self._panels_k * self._panels_m * tile.rows * tile.columns
+        items = _GRADIENT_ITEMS_PER_CORE * capabilities(queue).compute_units
+        # Each part of the channels transforms the gradients for itself.
+        parts = -(-self._channels // _MOST_CHANNELS)
+        self._division = divide(items, groups, columns, _BLOCK, self._panels_k, floats, parts)
+        self._partial = bridge.empty(queue, (self._division.chunks * floats,), "float32")
+        self._accumulate = False
+
+    def add(self, staged: Tensor, tiles: Tiles, images: int, grad: Tensor, begin: int) -> None:
+        """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
+        queue, form, tile, division = grad.queue, self._form, self._tile, self._division
+        grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
+        # One of three sizes, so that few channels take a small workspace and few programs are compiled.
+        channels = next(size for size in (24, 72, 144) if division.each_k * tile.rows <= size)
+        read_floats, grad_floats = channels * _BLOCK + 16, _BLOCK * tile.columns + 16
+        slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
+        slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
+        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
+        form.kernel("weight_grad")(
+            queue, grid, (1, 1, 1), staged, grad, self._partial, work, begin,
+            images * tiles.count, self._rows, self._channels, tiles.count, tiles.columns, *tiles.staged,
+            *grad.shape[2:], grad.size, division.each_k, self._accumulate,
+            WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
+            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=channels, PIECES=tiles.pieces, **form.macros,
+        )  # fmt: skip
+        self._accumulate = True
+
+    def finish(self) -> None:
+        self._form.kernel("weight_grad_finish")(
+            self._out.queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
+            self._partial, self._out, self._rows, self._channels, self._division.chunks,
+            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=self._tile.rows, NR=self._tile.columns,
+            **self._form.macros,
+        )  # fmt: skip

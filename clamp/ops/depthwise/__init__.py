@@ -7,6 +7,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops.arguments import require_gradient
 from clamp.ops.depthwise import columns, elements, tiles
 from clamp.ops.depthwise.problem import DepthwiseEngine, Problem, problem_of
 from clamp.ops.engine import all_in_words, choose
@@ -19,21 +20,7 @@ def depthwise_conv2d(
     x: Tensor, w: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0, *, out_dtype: str,
     engine: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each channel of x convolved with its own filter, zeros around; accumulated in fp32.
-
-    Args:
-        x: (N, C, H, W).
-        w: (C, 1, KH, KW).
-        bias: (C,), or None. All in float32, float16 or bfloat16, in any mixture.
-        out_dtype: dtype of the result.
-        engine: name of the engine; None: the one that pays.
-
-    Returns:
-        (N, C, (H + 2 pad - KH) // stride + 1, (W + 2 pad - KW) // stride + 1)
-
-    Raises:
-        ValueError: shapes that do not fit, or an engine that does not.
-    """
+    """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,)."""
     problem = problem_of(x, w, stride, pad, is_gradient=False)
     if bias is not None and bias.size != problem.channels:
         raise ValueError(f"depthwise_conv2d: the bias must have shape ({problem.channels},), got {bias.shape}")
@@ -47,18 +34,9 @@ def gradients(
     x: Tensor, w: Tensor, grad: Tensor, stride: int = 1, pad: int = 0, *,
     dx_dtype: str | None = None, dw_dtype: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients by x and w in these dtypes, None for what is not wanted; summed in fp32, rounded once.
-
-    On CPU devices both come from one pass over x and grad.
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
+    """Gradients by x and w. On CPU devices both come from one pass over x and grad."""
     problem = problem_of(x, w, stride, pad, is_gradient=True)
-    if tuple(grad.shape) != problem.out_shape:
-        raise ValueError(
-            f"depthwise_conv2d: the gradient must have the result's shape {problem.out_shape}, got {tuple(grad.shape)}"
-        )
+    require_gradient("depthwise_conv2d", grad, problem.out_shape)
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)

@@ -19,32 +19,21 @@ _BLOCK_ELEMENTS = 32768  # elements of x that are worth reading in one go
 
 @dataclass(frozen=True)
 class Problem:
-    """A depthwise convolution, or its gradients.
-
-    Attributes:
-        images, channels: of input and result.
-        height, width: of the input's planes.
-        out_height, out_width: of the result's planes.
-        kernel_height, kernel_width: of the filters.
-        stride, pad: alike in both directions.
-        is_gradient: whether the gradients are wanted, not the result.
-        storage: storage types of input and filters.
-        device: what the device can do.
-    """
+    """A depthwise convolution, or its gradients."""
 
     images: int
-    channels: int
+    channels: int  # images, channels: of input and result
     height: int
-    width: int
+    width: int  # height, width: of the input's planes
     out_height: int
-    out_width: int
+    out_width: int  # out_height, out_width: of the result's planes
     kernel_height: int
-    kernel_width: int
+    kernel_width: int  # kernel_height, kernel_width: of the filters
     stride: int
-    pad: int
-    is_gradient: bool
-    storage: tuple[str, str]
-    device: Capabilities = field(repr=False)
+    pad: int  # stride, pad: alike in both directions
+    is_gradient: bool  # whether the gradients are wanted, not the result
+    storage: tuple[str, str]  # storage types of input and filters
+    device: Capabilities = field(repr=False)  # what the device can do
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -94,11 +83,7 @@ class DepthwiseEngine(Engine[Problem], Protocol):
 
 
 def problem_of(x: Tensor, w: Tensor, stride: int, pad: int, *, is_gradient: bool) -> Problem:
-    """The convolution of x with the filters w, or its gradients.
-
-    Raises:
-        ValueError: x is not (N, C, H, W), w not (C, 1, KH, KW), or the filter is larger than the padded planes.
-    """
+    """The convolution of x with the filters w, or its gradients."""
     of_x, of_w = tuple(x.shape), tuple(w.shape)
     if len(of_x) != 4 or len(of_w) != 4 or of_w[0] != of_x[1] or of_w[1] != 1:
         raise ValueError(f"depthwise_conv2d takes x (N, C, H, W) and w (C, 1, KH, KW), got {of_x} and {of_w}")

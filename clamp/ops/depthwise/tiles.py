@@ -27,20 +27,13 @@ _WIDTHS = (512, 256, 128, 64, 32, 16)  # columns of a tile where a whole row is 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Division of planes into tiles.
-
-    Attributes:
-        band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs.
-        across: tiles beside each other.
-        pitch: floats of a phase of a row of the frame.
-        count: tiles altogether.
-    """
+    """Division of planes into tiles."""
 
     band: int
-    width: int
-    across: int
-    pitch: int
-    count: int
+    width: int  # band, width: rows and columns of a tile, in outputs or in groups of ``stride`` inputs
+    across: int  # tiles beside each other
+    pitch: int  # floats of a phase of a row of the frame
+    count: int  # tiles altogether
 
 
 def fits(problem: Problem) -> bool:
@@ -83,7 +76,6 @@ def _macros(problem: Problem) -> dict[str, object]:
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """Writes the result over y."""
     tiles = _needed(problem)
     each = plan_rows(x.queue, tiles.count, tiles.band * tiles.width * problem.stride).each
     tensors, types = forward_operands(x, w, bias, y)
@@ -97,7 +89,6 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
 def backward(
     problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
 ) -> Tensor | None:
-    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     tiles = _needed(problem)
     return both_gradients(
         GRADIENT, problem, x, w, grad, dx, with_weight,

@@ -71,12 +71,8 @@ def problem_on(
     queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int, rows: int | None = None
 ) -> Problem:
     """A product on the queue's device, with what this can do, and the engines that are verified there."""
-    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), verified(queue), rows)
-
-
-def verified(queue: cl.CommandQueue) -> frozenset[str]:
-    """Names of the engines that have a plan for any operands which is verified on the queue's device."""
-    return names_of_verified(MATRIX_UNITS, queue)
+    verified = names_of_verified(MATRIX_UNITS, queue)
+    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), verified, rows)
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> GemmEngine:

@@ -18,17 +18,11 @@ _PIECE_BYTES = 16  # of a load
 
 @dataclass(frozen=True)
 class Lines:
-    """Layout of an operand in memory.
+    """Layout of an operand in memory."""
 
-    Attributes:
-        k_major: in lines that run along k; otherwise along its rows.
-        pitch: elements from one line to the next.
-        aligned: lines are whole pieces of 16 bytes (memory of its own always begins at one).
-    """
-
-    k_major: bool
-    pitch: int
-    aligned: bool
+    k_major: bool  # in lines that run along k; otherwise along its rows
+    pitch: int  # elements from one line to the next
+    aligned: bool  # lines are whole pieces of 16 bytes (memory of its own always begins at one)
 
     @classmethod
     def of(cls, x: Matrix) -> Lines:
@@ -41,22 +35,15 @@ class Lines:
 
 @dataclass(frozen=True)
 class TileRun:
-    """A launch of a kernel that computes in tiles.
-
-    Attributes:
-        a, b, c, epilogue: as an engine's `run` has them.
-        plan: what it is cut into.
-        slice_k: steps of k that are summed by themselves; whole tiles.
-        slices: how many such there are; c has a matrix for each.
-    """
+    """A launch of a kernel that computes in tiles."""
 
     a: Matrix
     b: Matrix
     c: Tensor
-    epilogue: Epilogue
-    plan: Tiling
-    slice_k: int
-    slices: int
+    epilogue: Epilogue  # a, b, c, epilogue: as an engine's `run` has them
+    plan: Tiling  # what it is cut into
+    slice_k: int  # steps of k that are summed by themselves; whole tiles
+    slices: int  # how many such there are; c has a matrix for each
 
     @property
     def is_full(self) -> bool:

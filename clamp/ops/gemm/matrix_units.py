@@ -38,20 +38,13 @@ class MatrixUnit(Verified):
     """An engine of products: a matrix instruction, and the kernel that computes by it.
 
     The largest of its plans reads each operand the fewest times.
-
-    Attributes:
-        kernel: whose macros and arguments are those of matrix_product_kernel.clh.
-        is_for: whether a device is of a kind that has the instruction.
-        dtypes: storage types of its operands.
-        options: macros of the kernel, for the kind of processor.
-        more: other plans, which `python -m clamp tune` tries and measures.
     """
 
-    kernel: Kernel
-    is_for: Callable[[Capabilities], bool]
-    dtypes: tuple[str, ...] = DTYPES
-    options: tuple[tuple[str, int], ...] = ()
-    more: tuple[Plan, ...] = ()
+    kernel: Kernel  # whose macros and arguments are those of matrix_product_kernel.clh
+    is_for: Callable[[Capabilities], bool]  # whether a device is of a kind that has the instruction
+    dtypes: tuple[str, ...] = DTYPES  # storage types of its operands
+    options: tuple[tuple[str, int], ...] = ()  # macros of the kernel, for the kind of processor
+    more: tuple[Plan, ...] = ()  # other plans, which `python -m clamp tune` tries and measures
 
     def fits(self, problem: Problem) -> bool:
         """Returns whether the operands are of one 16-bit type, and the engine is verified on the device."""
@@ -62,7 +55,6 @@ class MatrixUnit(Verified):
         return b
 
     def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
@@ -89,11 +81,9 @@ class MatrixUnit(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Its kernels."""
         return (self.kernel,)
 
     def may_work(self, device: Capabilities) -> bool:
-        """Returns whether the device is of a kind that has the instruction."""
         return self.is_for(device)
 
     @property

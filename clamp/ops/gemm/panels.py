@@ -20,21 +20,14 @@ _BLOCKS_PER_CORE = 8  # work-items that a core should get, so that the last ones
 
 @dataclass(frozen=True)
 class Panels:
-    """An operand in panels of ``width`` rows, each (steps, width) 32-bit elements, zero beyond the matrix.
+    """An operand in panels of ``width`` rows, each (steps, width) 32-bit elements, zero beyond the matrix."""
 
-    Attributes:
-        tensor: the panels, matrix after matrix.
-        batch, rows, k: as in `Matrix`.
-        steps: elements of a row: k floats, or half as many pairs of bfloat16.
-        width: rows of a panel.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # the panels, matrix after matrix
     batch: tuple[int, ...]
     rows: int
-    k: int
-    steps: int
-    width: int
+    k: int  # batch, rows, k: as in `Matrix`
+    steps: int  # elements of a row: k floats, or half as many pairs of bfloat16
+    width: int  # rows of a panel
 
     @property
     def count(self) -> int:

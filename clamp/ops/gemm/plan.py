@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import pyopencl as cl
 
@@ -15,54 +15,19 @@ _LEAST_SLICE = 256  # steps of k, so that adding the slices is little beside sum
 _SLAB = 64  # columns that a warp stores at a time
 
 
-class Tiling(Protocol):
-    """A way to cut a product up.
-
-    Attributes:
-        rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
-        threads: work-items of a work-group.
-        macros: the plan, for the kernel.
-    """
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def columns(self) -> int: ...
-
-    @property
-    def k(self) -> int: ...
-
-    @property
-    def threads(self) -> int: ...
-
-    @property
-    def macros(self) -> dict[str, int]: ...
-
-
-T = TypeVar("T", bound=Tiling)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Tiles of a product on matrix units.
-
-    Attributes:
-        rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time.
-        stages: how many such steps local memory holds.
-        warps: of a work-group, by rows and columns of C.
-        aligned: whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes
-            registers that it does not have.
-        lanes: work-items of a warp.
-    """
+    """Tiles of a product on matrix units."""
 
     rows: int
     columns: int
-    k: int
-    stages: int
-    warps: tuple[int, int]
+    k: int  # rows, columns, k: the tile of C of a work-group, and the steps of k in local memory at a time
+    stages: int  # how many such steps local memory holds
+    warps: tuple[int, int]  # of a work-group, by rows and columns of C
+    # whether operands must have lines that begin at multiples of 16 bytes: to gather elements takes registers that it
+    # does not have
     aligned: bool = False
-    lanes: int = 32
+    lanes: int = 32  # work-items of a warp
 
     @cached_property
     def _name(self) -> str:
@@ -90,6 +55,44 @@ class Plan:
             "TILE_M": self.rows, "TILE_N": self.columns, "TILE_K": self.k, "STAGES": self.stages,
             "WARPS_M": self.warps[0], "WARPS_N": self.warps[1],
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SquarePlan:
+    """A square tile of C for a square work-group."""
+
+    side: int  # work-items on a side of the work-group
+    per_item: int  # rows and columns of C that a work-item computes
+    k: int = 16  # steps of k in local memory at a time
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.k}, {self.threads} work-items"
+
+    @property
+    def rows(self) -> int:
+        """Of the tile."""
+        return self.side * self.per_item
+
+    columns = rows
+
+    @property
+    def threads(self) -> int:
+        """Work-items of a work-group."""
+        return self.side**2
+
+    @property
+    def local_memory_bytes(self) -> int:
+        """Local memory of a work-group: two stages of floats."""
+        return 2 * (self.rows + self.columns) * self.k * 4
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """The plan, for the kernel."""
+        return {"SIDE": self.side, "PER_ITEM": self.per_item, "TILE_K": self.k}
+
+
+Tiling: TypeAlias = Plan | SquarePlan
+T = TypeVar("T", Plan, SquarePlan)
 
 
 def tiles_of(plan: Tiling, rows: int, columns: int) -> int:

@@ -15,23 +15,15 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Problem:
-    """A product as it is known when B is packed, whichever A will come.
-
-    Attributes:
-        a_dtype, b_dtype: storage types.
-        k, columns: of op(B).
-        device: what the device can do.
-        verified: names of the engines that must be verified on the device, and are.
-        rows: of op(A), if that is known.
-    """
+    """A product as it is known when B is packed, whichever A will come."""
 
     a_dtype: str
-    b_dtype: str
+    b_dtype: str  # a_dtype, b_dtype: storage types
     k: int
-    columns: int
-    device: Capabilities
-    verified: frozenset[str] = frozenset()
-    rows: int | None = None
+    columns: int  # k, columns: of op(B)
+    device: Capabilities  # what the device can do
+    verified: frozenset[str] = frozenset()  # names of the engines that must be verified on the device, and are
+    rows: int | None = None  # of op(A), if that is known
 
     def __str__(self) -> str:
         return f"{self.a_dtype} by {self.b_dtype}"

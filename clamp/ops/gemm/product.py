@@ -54,10 +54,8 @@ def gemm(
         a: (…, M, K), or (…, K, M) with ``transpose_a``; float32, float16 or bfloat16.
         b: (…, K, N), or (…, N, K) with ``transpose_b``; any of the three as well, or what `pack_b` returned. The
             leading dimensions of a and b are equal, or one of the two has none and serves the other's whole batch.
-        out_dtype: storage type of the result.
         bias: (N,), read in its own storage type.
         relu: replaces negative results by zero; NaN stays.
-        engine: name of one that takes the place of the choice by device and types.
         reads: ``"float16"`` or ``"bfloat16"``: what is float32 of a and b is rounded to that as it is read, with the
             bits of `clamp.ops.cast.cast`. Only where `rounds_as_it_reads` says so.
         b_copy: gets what b, which is float32, is rounded to: of its shape, and the dtype ``reads``.
@@ -137,7 +135,6 @@ def pack_b(
         b: (…, K, N), or (…, N, K) with ``transpose``; float32, float16 or bfloat16.
         a_dtype: storage type of the matrices it will be multiplied with; by default b's own.
         rows: of these matrices, if that is known; others may come nevertheless.
-        engine: name of one that takes the place of the choice by device and types.
 
     Raises:
         ValueError: fewer than two dimensions, an unknown dtype, or an engine that does not fit.

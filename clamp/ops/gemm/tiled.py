@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
 from clamp.ops.gemm import in_tiles
 from clamp.ops.gemm.in_tiles import TileRun
-from clamp.ops.gemm.plan import best_plan, slices_of, tiles_of
+from clamp.ops.gemm.plan import SquarePlan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue, Matrix
 
 NAME = "tiled"
@@ -20,46 +18,6 @@ fits = pays = always  # whatever no other engine takes is computed here
 
 GEMM = Kernel("gemm_tiled.cl", "gemm")
 _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave some of its lanes idle
-
-
-@dataclass(frozen=True)
-class SquarePlan:
-    """A square tile of C for a square work-group.
-
-    Attributes:
-        side: work-items on a side of the work-group.
-        per_item: rows and columns of C that a work-item computes.
-        k: steps of k in local memory at a time.
-    """
-
-    side: int
-    per_item: int
-    k: int = 16
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.k}, {self.threads} work-items"
-
-    @property
-    def rows(self) -> int:
-        """Of the tile."""
-        return self.side * self.per_item
-
-    columns = rows
-
-    @property
-    def threads(self) -> int:
-        """Work-items of a work-group."""
-        return self.side**2
-
-    @property
-    def local_memory_bytes(self) -> int:
-        """Local memory of a work-group: two stages of floats."""
-        return 2 * (self.rows + self.columns) * self.k * 4
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """The plan, for the kernel."""
-        return {"SIDE": self.side, "PER_ITEM": self.per_item, "TILE_K": self.k}
 
 
 #: the largest first; the last is for a work-group of one, in 2 KB of local memory
@@ -74,7 +32,6 @@ def pack(b: Matrix) -> Matrix:
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     device = capabilities(c.queue)
     matrices = c.size // (a.rows * b.rows)
     plan = best_plan(plans_of(device), a.rows, b.rows, matrices, device.compute_units)

@@ -24,14 +24,10 @@ _GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measured times.
+    """Measured times."""
 
-    Attributes:
-        winners: names of plans by the class of products.
-        seconds: by the class of products and the name of the plan.
-    """
-
-    winners: dict[str, str] = field(default_factory=dict)
+    winners: dict[str, str] = field(default_factory=dict)  # names of plans by the class of products
+    # by the class of products and the name of the plan
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.engine import all_in_words, choose
 from clamp.ops.pool import elements, pairs, rows
@@ -19,18 +20,8 @@ ENGINES: tuple[PoolEngine, ...] = (pairs, rows, elements)
 def max_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engine: str | None = None) -> Tensor:
     """The largest element of every window; NaN if there is one among them.
 
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16.
-        kernel_size: side of a window, at most H and W.
-        stride: distance of windows.
-        out_dtype: dtype of the result.
-        engine: name of the engine; None: the one that pays.
-
     Returns:
         (N, C, (H - kernel_size) // stride + 1, (W - kernel_size) // stride + 1)
-
-    Raises:
-        ValueError: x is not NCHW, no window fits, or the engine does not.
     """
     dtypes = (x.dtype, x.dtype)  # maxima are moved as they are, and cast afterwards
     problem, shape = problem_of(tuple(x.shape), kernel_size, stride, dtypes, capabilities(x.queue), is_max=True)
@@ -43,21 +34,11 @@ def max_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engi
 def max_pool2d_backward(
     x: Tensor, grad: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engine: str | None = None
 ) -> Tensor:
-    """Gradient of ``max_pool2d``: each window's goes to its first largest element, found again in x.
-
-    Args:
-        x: what the forward read.
-        grad: gradient of the result, in any storage type.
-        out_dtype: dtype of the gradient returned.
-        engine: as in ``max_pool2d``.
-
-    Raises:
-        ValueError: the gradient's shape is not that of the result, or the engine does not fit.
-    """
+    """Gradient of ``max_pool2d``: each window's goes to its first largest element, found again in x."""
     problem, shape = problem_of(
         tuple(x.shape), kernel_size, stride, (x.dtype, out_dtype), capabilities(x.queue), is_max=True, is_gradient=True
     )
-    _require_grad_shape("max_pool2d", grad, shape)
+    require_gradient("max_pool2d", grad, shape)
     dx = bridge.empty(x.queue, x.shape, out_dtype)
     if dx.size:
         choose("pool2d", ENGINES, problem, engine).max_backward(problem, x, grad, dx)
@@ -65,10 +46,7 @@ def max_pool2d_backward(
 
 
 def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engine: str | None = None) -> Tensor:
-    """The mean of every window, summed in fp32 and rounded once.
-
-    Arguments, result and errors as for ``max_pool2d``; a window that is a whole plane needs no engine.
-    """
+    """The mean of every window, summed in fp32; a window that is a whole plane needs no engine."""
     dtypes = (x.dtype, out_dtype)
     problem, shape = problem_of(tuple(x.shape), kernel_size, stride, dtypes, capabilities(x.queue), is_max=False)
     if problem.size == problem.height == problem.width:
@@ -82,18 +60,11 @@ def avg_pool2d(x: Tensor, kernel_size: int, stride: int, *, out_dtype: str, engi
 def avg_pool2d_backward(
     shape: tuple[int, ...], grad: Tensor, kernel_size: int, stride: int, *, out_dtype: str
 ) -> Tensor:
-    """Gradient of ``avg_pool2d``: every element gets its share from all windows it is in, summed in fp32.
-
-    Args:
-        shape: that of the forward's input. Everything else as for ``max_pool2d_backward``.
-
-    Raises:
-        ValueError: the gradient's shape is not that of the result.
-    """
+    """Gradient of ``avg_pool2d`` of an input of this shape: every element gets its share from all windows it is in."""
     problem, out_shape = problem_of(
         shape, kernel_size, stride, (grad.dtype, out_dtype), capabilities(grad.queue), is_max=False, is_gradient=True
     )
-    _require_grad_shape("avg_pool2d", grad, out_shape)
+    require_gradient("avg_pool2d", grad, out_shape)
     dx = bridge.empty(grad.queue, shape, out_dtype)
     if dx.size:
         choose("pool2d", ENGINES, problem).avg_backward(problem, grad, dx)
@@ -101,24 +72,16 @@ def avg_pool2d_backward(
 
 
 def global_avg_pool2d(x: Tensor, *, out_dtype: str) -> Tensor:
-    """The mean of every plane, summed in fp32: (N, C, H, W) -> (N, C, 1, 1).
-
-    Raises:
-        ValueError: x is not NCHW, or its planes are empty.
-    """
+    """The mean of every plane, summed in fp32: (N, C, H, W) -> (N, C, 1, 1)."""
     n, c, area = _planes(tuple(x.shape))
     rows = bridge.view(x, (n * c, area))
     return bridge.view(reduce_sum(rows, 1, out_dtype=out_dtype, divisor=float(area)), (n, c, 1, 1))
 
 
 def global_avg_pool2d_backward(shape: tuple[int, ...], grad: Tensor, *, out_dtype: str) -> Tensor:
-    """Gradient of ``global_avg_pool2d`` of a tensor of this shape.
-
-    Raises:
-        ValueError: the gradient's shape is not (N, C, 1, 1).
-    """
+    """Gradient of ``global_avg_pool2d`` of a tensor of this shape."""
     n, c, area = _planes(shape)
-    _require_grad_shape("global_avg_pool2d", grad, (n, c, 1, 1))
+    require_gradient("global_avg_pool2d", grad, (n, c, 1, 1))
     return bridge.view(expand(grad, (n * c, area), 1, out_dtype=out_dtype, divisor=float(area)), shape)
 
 
@@ -126,11 +89,6 @@ def _planes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     if len(shape) != 4 or shape[2] * shape[3] == 0:
         raise ValueError(f"global_avg_pool2d takes a tensor of shape (N, C, H, W) with H, W > 0, got {shape}")
     return shape[0], shape[1], shape[2] * shape[3]
-
-
-def _require_grad_shape(name: str, grad: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(grad.shape) != shape:
-        raise ValueError(f"{name}: the gradient must have the result's shape {shape}, got {tuple(grad.shape)}")
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities
-from clamp.ops.arguments import whole_number
+from clamp.ops.arguments import require_nchw, whole_number
 from clamp.ops.engine import Engine
 
 _SPECIALIZED = ((2, 2), (3, 1), (3, 2))  # (kernel size, stride) that have a program of their own
@@ -17,30 +17,20 @@ _SQUARES = "one for both directions (the stride is 2 if you pass none)"
 
 @dataclass(frozen=True)
 class Problem:
-    """A pooling, or its gradient.
+    """A pooling, or its gradient."""
 
-    Attributes:
-        planes: images times channels.
-        height, width: of a plane of the input.
-        out_height, out_width: how many windows there are.
-        size, stride: of the square windows.
-        is_max: whether the maximum of a window is taken, not the mean.
-        is_gradient: whether the gradient is wanted, not the result.
-        storage: storage types of what is read first (the input, or the gradient of a mean) and of what is written.
-        device: what the device can do.
-    """
-
-    planes: int
+    planes: int  # images times channels
     height: int
-    width: int
+    width: int  # height, width: of a plane of the input
     out_height: int
-    out_width: int
+    out_width: int  # out_height, out_width: how many windows there are
     size: int
-    stride: int
-    is_max: bool
-    is_gradient: bool
+    stride: int  # size, stride: of the square windows
+    is_max: bool  # whether the maximum of a window is taken, not the mean
+    is_gradient: bool  # whether the gradient is wanted, not the result
+    # storage types of what is read first (the input, or the gradient of a mean) and of what is written
     storage: tuple[str, str]
-    device: Capabilities = field(repr=False)
+    device: Capabilities = field(repr=False)  # what the device can do
 
     @property
     def extents(self) -> tuple[int, int, int, int, int, int]:
@@ -86,15 +76,9 @@ def problem_of(
     shape: tuple[int, ...], kernel_size: int, stride: int, dtypes: tuple[str, str], device: Capabilities,
     *, is_max: bool, is_gradient: bool = False,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
-    """The windows that fit into the planes of a tensor of this shape, and the result's shape.
-
-    Raises:
-        TypeError: kernel_size or stride is no number, but a pair or None.
-        ValueError: the tensor is not NCHW, an extent is not positive, or the window is larger than the planes.
-    """
+    """The windows that fit into the planes of a tensor of this shape, and the result's shape."""
     name = "max_pool2d" if is_max else "avg_pool2d"
-    if len(shape) != 4:
-        raise ValueError(f"{name} takes a tensor of shape (N, C, H, W), got {shape}")
+    require_nchw(name, shape)
     kernel_size = whole_number(name, "kernel_size", kernel_size, 1, _SQUARES)
     stride = whole_number(name, "stride", stride, 1, _SQUARES)
     n, c, height, width = shape

@@ -1,36 +1,36 @@
-"""Batch norm and group norm under autograd, and netcl's tensor-level versions of them.
+"""Norms under autograd, and netcl's tensor-level versions of them: of planes, batch norm and group norm; of rows, layer
+norm, RMS norm and L2 normalization.
 
-Backward keeps the input in the dtype it has, and a mean and a variance in fp32 for each channel or group; an
+Backward keeps the input in the dtype it has, and a mean and a variance in fp32 for each channel, group or row; an
 activation's mask is computed again. gamma and beta are read as they are and get their gradient in their own dtype.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is, owned_value
-from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, owned_value
+from clamp.casting.registry import implements
 from clamp.functions.recompute import is_recomputing
 from clamp.ops import norm_planes as planes_ops
+from clamp.ops import norm_rows as rows_ops
 from clamp.ops import norm_sets
+from clamp.ops.arguments import axis_of, require_nchw
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
 from clamp.ops.reduce import reduce_sum
+from clamp.ops.shape import permute
 
 _FORWARD = (planes_ops.PLANES_FORWARD, norm_sets, cast)
 _BATCH = (*_FORWARD, planes_ops.PLANES_BACKWARD)  # without the sums over samples of group norm
 
 
-def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
-    """gamma and beta, read in their own dtype.
-
-    Raises:
-        ValueError: one has another number of elements, or lives on another queue than x.
-        NotOwned: one is no floating tensor of clamp's.
-    """
+def _parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
+    """gamma and beta, read in their own dtype; ValueError unless each has ``size`` elements."""
     operands = floats_as_is(*parameters)
     for label, operand in zip(("gamma", "beta"), operands, strict=False):
         if operand.value.size != size:
@@ -39,28 +39,13 @@ def parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[O
     return operands
 
 
-def require_nchw(name: str, x: Operand) -> None:
-    """Channels are found where they are meant to be.
-
-    Raises:
-        ValueError: x is not of shape (N, C, H, W).
-    """
-    if len(x.shape) != 4:
-        raise ValueError(f"{name} takes x of shape (N, C, H, W), got {x.shape}")
-
-
-def like(grad: Tensor | None, operand: Operand) -> Tensor | None:
+def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
     """A parameter's gradient in the parameter's shape."""
     return None if grad is None else bridge.view(grad, operand.shape)
 
 
-def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
-    """The statistics of x, which are read and written as they are.
-
-    Raises:
-        ValueError: they have another number of elements than ``size``, two dtypes, or live on another queue than x.
-        NotOwned: they are no floating tensors of clamp's.
-    """
+def _statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
+    """The statistics of x, read and written as they are: ``size`` elements each, of one dtype, or ValueError."""
     values = [operand.value for operand in floats_as_is(*statistics)]
     if any(value.size != size or value.dtype != values[0].dtype for value in values):
         kinds = " and ".join(f"{value.dtype} {tuple(value.shape)}" for value in values)
@@ -69,9 +54,9 @@ def statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Te
     return values
 
 
-def saved_statistics(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
+def _saved_statistics(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
     """The statistics of a forward, in fp32: running ones may be kept in 16 bits."""
-    return [cast(statistic, "float32") for statistic in statistics_of(name, x, size, *statistics)]
+    return [cast(statistic, "float32") for statistic in _statistics_of(name, x, size, *statistics)]
 
 
 def _copy(statistic: Tensor) -> Tensor:
@@ -81,18 +66,18 @@ def _copy(statistic: Tensor) -> Tensor:
     return out
 
 
-def normalized_batch(
+def _normalized_batch(
     casting: Casting, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
     training: bool, tape: Tape | None, name: str, activation: Activation = IDENTITY,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """(result, mean, variance) of a batch norm and what follows it."""
     (xo,) = float_operands(casting, x)
-    require_nchw(name, xo)
-    go, bo = parameters_of(name, xo, xo.shape[1], gamma, beta)
+    require_nchw(name, xo.shape)
+    go, bo = _parameters_of(name, xo, xo.shape[1], gamma, beta)
     has_running = running_mean is not None and running_var is not None
     moved: list[Any] = [None, None]
     if has_running or not training:
-        moved = statistics_of(name, xo, xo.shape[1], running_mean, running_var)
+        moved = _statistics_of(name, xo, xo.shape[1], running_mean, running_var)
     if training and is_recomputing():
         moved = [None, None]
     dtype, eps = casting.result_dtype(xo), float(eps)
@@ -136,11 +121,8 @@ def batch_norm2d(
 
     Returns:
         The result, and the mean and variance of each channel that it was normalized with.
-
-    Raises:
-        ValueError: shapes that do not fit, or tensors on different queues.
     """
-    return normalized_batch(
+    return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d"
     )  # fmt: skip
 
@@ -151,8 +133,8 @@ def batch_norm2d_relu(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
-    return normalized_batch(
+    """relu of ``batch_norm2d``, in its store. Arguments and results as there."""
+    return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
     )
 
@@ -164,8 +146,8 @@ def batch_norm2d_leaky_relu(
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """leaky_relu of ``batch_norm2d``, in its store. Arguments, results and errors as there."""
-    return normalized_batch(
+    """leaky_relu of ``batch_norm2d``, in its store. Arguments and results as there."""
+    return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
     )  # fmt: skip
@@ -178,10 +160,10 @@ def tensor_batch_norm2d_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta. ``out`` is not written: with ``leaky_slope`` it tells where to scale."""
     (xo,) = float_operands(casting, x)
-    require_nchw("batch_norm2d_backward", xo)
-    (go,) = parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
+    require_nchw("batch_norm2d_backward", xo.shape)
+    (go,) = _parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
     grad = owned_value(grad_out)
-    center, spread = saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
+    center, spread = _saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
     if out is not None and leaky_slope is not None:
         grad = elementwise("leaky_relu_grad", grad.dtype, grad, owned_value(out), parameters=(float(leaky_slope),))
     return planes_ops.batch_norm_backward(
@@ -190,14 +172,11 @@ def tensor_batch_norm2d_backward(
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=_FORWARD)
-def fused_bn_relu(
-    casting: Casting, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None, pool: Any = None
-) -> Tensor:
+def fused_bn_relu(casting: Casting, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
-    leave_to_netcl_if(out)
     (xo,) = float_operands(casting, x)
-    require_nchw("fused_bn_relu", xo)
-    so, bo = parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
+    require_nchw("fused_bn_relu", xo.shape)
+    so, bo = _parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
     zero = bridge.zeros(xo.value.queue, (xo.shape[1],), "float32")  # mean 0, variance 0 + 1
     return planes_ops.batch_norm_inference(
         xo.value, so.value, bo.value, zero, zero, eps=1.0, out_dtype=casting.result_dtype(xo), activation=RELU
@@ -219,15 +198,13 @@ def group_norm(
 
     Returns:
         The result, and the means and variances in float32, of shape (N, groups).
-
-    Errors as for ``batch_norm2d``.
     """
     (xo,) = float_operands(casting, x)
-    require_nchw("group_norm", xo)
+    require_nchw("group_norm", xo.shape)
     groups, eps, channels = int(groups), float(eps), xo.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(f"group_norm: {channels} channels are not divisible by groups={groups}")
-    go, bo = parameters_of("group_norm", xo, channels, gamma, beta)
+    go, bo = _parameters_of("group_norm", xo, channels, gamma, beta)
     dtype = casting.result_dtype(xo)
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
@@ -236,7 +213,7 @@ def group_norm(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
             dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
         )  # fmt: skip
-        return dx, like(dgamma, go), like(dbeta, bo)
+        return dx, _like(dgamma, go), _like(dbeta, bo)
 
     return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
 
@@ -248,11 +225,152 @@ def tensor_group_norm_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
-    require_nchw("group_norm_backward", xo)
-    (go,) = parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
+    require_nchw("group_norm_backward", xo.shape)
+    (go,) = _parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
     groups = int(groups)
-    center, spread = saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
+    center, spread = _saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
     return planes_ops.group_norm_backward(
         xo.value, go.value, owned_value(grad_out), center, spread, groups, eps=float(eps), dx_dtype=xo.grad_dtype,
         dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
     )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+@implements("netcl.nn.layernorm.layer_norm")
+@implements("netcl.autograd.layer_norm", result_only=True, uses=(rows_ops,))
+def layer_norm(
+    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
+) -> tuple[Any, Tensor, Tensor]:
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
+    last axes where gamma has several.
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma, beta: n elements each, or of the shape of x's last axes.
+
+    Returns:
+        The result, and the means and variances in float32, of shape (..., 1).
+    """
+    (xo,) = float_operands(casting, x)
+    eps, shape = float(eps), xo.shape
+    rows = _rows_that_share_statistics(xo, as_node(gamma))
+    go, bo = _parameters_of("layer_norm", xo, rows[-1], gamma, beta)
+    out, mean, var = rows_ops.layer_norm(
+        bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
+    )
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dgamma, dbeta = rows_ops.layer_norm_backward(
+            bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
+            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
+        )  # fmt: skip
+        return bridge.view(dx, shape), _like(dgamma, go), _like(dbeta, bo)
+
+    return bound(bridge.view(out, shape), {(xo, go, bo): backward}, "layer_norm", tape), mean, var
+
+
+def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...]:
+    """x's shape with the axes that are normalized together as one: the last, or as many as gamma has.
+
+    ``LayerNorm([2, 3])`` means both axes, as in PyTorch; netcl normalizes the last alone and reads the first 3 of
+    gamma's 6 elements for every row.
+    """
+    n = _last_axis("layer_norm", x)
+    axes = tuple(gamma.value.shape)
+    if len(axes) > 1 and x.shape[-len(axes) :] == axes:
+        return (*x.shape[: -len(axes)], prod(axes))
+    return (*x.shape[:-1], n)
+
+
+def _last_axis(name: str, x: Operand) -> int:
+    """Extent of x's last axis; ValueError if it has none."""
+    if not x.shape:
+        raise ValueError(f"{name} takes x of shape (..., n), got a tensor without dimensions")
+    return x.shape[-1]
+
+
+@implements("netcl.nn.layernorm.layer_norm_backward", uses=(rows_ops, cast))
+def tensor_layer_norm_backward(
+    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, gamma and beta."""
+    (xo,) = float_operands(casting, x)
+    n = _last_axis("layer_norm_backward", xo)
+    (go,) = _parameters_of("layer_norm_backward", xo, n, gamma)
+    center, spread = _saved_statistics("layer_norm_backward", xo, xo.value.size // max(n, 1), mean, var)
+    return rows_ops.layer_norm_backward(
+        xo.value, go.value, owned_value(grad_out), center, spread, eps=float(eps), dx_dtype=xo.grad_dtype,
+        dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
+    )  # fmt: skip
+
+
+@implements("netcl.ops.norm_rope.rms_norm")
+@implements("netcl.autograd.rms_norm", result_only=True, uses=(rows_ops,))
+def rms_norm(
+    casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
+) -> tuple[Any, Tensor]:
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma: n elements.
+
+    Returns:
+        The result, and the reciprocal root mean square of each row in float32.
+    """
+    (xo,) = float_operands(casting, x)
+    (go,) = _parameters_of("rms_norm", xo, _last_axis("rms_norm", xo), gamma)
+    out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dgamma = rows_ops.rms_norm_backward(
+            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.wanted_dtype
+        )
+        return dx, _like(dgamma, go)
+
+    return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
+
+
+@implements("netcl.ops.norm_rope.rms_norm_backward", uses=(rows_ops, cast))
+def tensor_rms_norm_backward(
+    casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and gamma."""
+    (xo,) = float_operands(casting, x)
+    n = _last_axis("rms_norm_backward", xo)
+    (go,) = _parameters_of("rms_norm_backward", xo, n, gamma)
+    (inverse,) = _saved_statistics("rms_norm_backward", xo, xo.value.size // max(n, 1), rstd)
+    return rows_ops.rms_norm_backward(
+        xo.value, go.value, owned_value(grad_out), inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.grad_dtype
+    )
+
+
+@implements("netcl.autograd.l2_normalize", uses=(rows_ops, permute))
+def l2_normalize(
+    casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
+) -> Any:  # fmt: skip
+    """``X / (|X| + eps)`` along an axis."""
+    (xo,) = float_operands(casting, X)
+    eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
+    # The kernels go along the last axis; another one changes places with it, and back.
+    order = list(range(len(xo.shape)))
+    order[axis], order[-1] = order[-1], order[axis]
+
+    def swapped(tensor: Tensor) -> Tensor:
+        return tensor if axis == len(order) - 1 else permute(tensor, order)
+
+    out, norm = rows_ops.l2_normalize(swapped(xo.value), eps=eps, out_dtype=casting.result_dtype(xo))
+
+    def gradient(grad: Tensor) -> Tensor:
+        x, grad = swapped(xo.value), swapped(grad)
+        return swapped(rows_ops.l2_normalize_backward(x, grad, norm, eps=eps, dx_dtype=xo.grad_dtype))
+
+    return bound(swapped(out), {xo: gradient}, "l2_normalize", tape)
+
+
+@implements("netcl.nn.loss.l2_normalize", uses=(rows_ops, permute))
+def tensor_l2_normalize(casting: Casting, x: Tensor, dim: int = -1, eps: float = 1e-8) -> Any:
+    """``l2_normalize`` of a bare tensor."""
+    return l2_normalize(casting, x, dim, eps)
