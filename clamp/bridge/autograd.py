@@ -104,6 +104,7 @@ def make_node(
         node.creation_trace = traceback.format_stack()
     tape = tape or engine.get_current_tape()
     if tape is not None:
+        node.place_on_tape = len(tape.nodes)
         tape.record(node)
     note_child(node)
     return node
@@ -120,6 +121,37 @@ def note_child(node: Node) -> None:
 def children(nodes: Iterable[Node]) -> list[Node]:
     """The nodes that were computed from these, as ``note_child`` was told, and live."""
     return [child for node in nodes for x in vars(node).get("children", ()) if (child := x()) is not None]
+
+
+def references(node: Node, tape: Tape | None) -> int:
+    """How many references to a computed node its graph holds: those of the nodes computed from it, of the operands that
+    their ``grad_fn`` names (an attribute), and of a tape."""
+    count, counted = 0, list[int]()
+    for child in children([node]):
+        if id(child) in counted:  # it was computed from this one twice
+            continue
+        counted.append(id(child))
+        for parent in child.parents:
+            count += parent is node
+        for operand in getattr(child.grad_fn, "operands", ()):
+            if operand.parent is node and id(operand) not in counted:  # several may share one
+                counted.append(id(operand))
+                count += 1
+    place = getattr(node, "place_on_tape", None)
+    if tape is not None and place is not None and place < len(tape.nodes):
+        count += tape.nodes[place] is node
+    return count
+
+
+def current_tape() -> Tape | None:
+    """The tape around."""
+    return engine.get_current_tape()
+
+
+def is_recorded_in(nodes: list[Node]) -> bool:
+    """Returns whether the tape around records into this list."""
+    tape = engine.get_current_tape()
+    return tape is not None and tape.nodes is nodes
 
 
 @contextmanager
@@ -239,6 +271,7 @@ def _only_for_nodes(
     def node_gradients(grad: Tensor) -> list[Tensor | None]:
         return [g for g, keep in zip(backward(grad), is_node, strict=True) if keep]
 
+    vars(node_gradients).update(getattr(backward, "__dict__", {}))
     return node_gradients
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -191,6 +191,55 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
 _OF_VIEWS = ("buffer", "dtype", "persistent", "requires_grad", "grad_fn")  # what netcl's reshape hands on
 
 
+class _WithoutMemory(Tensor):  # type: ignore[misc]  # netcl has no types
+    """What can be known of a tensor without its memory.
+
+    Args:
+        like: a tensor on its queue; of its shape and dtype, if no others are given.
+    """
+
+    def __init__(self, like: Tensor, shape: Sequence[int] | None = None, dtype: str | None = None) -> None:
+        self.shape = like.shape if shape is None else tuple(map(int, shape))
+        self.dtype = like.dtype if dtype is None else dtype
+        self.context, self.queue, self._backend = like.context, like.queue, like._backend
+
+
+class Late(_WithoutMemory):
+    """A tensor that is computed when somebody asks for its memory.
+
+    Args:
+        make: computes it.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], like: Tensor, shape: Sequence[int], dtype: str) -> None:
+        super().__init__(like, shape, dtype)
+        self._make, self._made = make, list[Tensor]()
+
+    @property
+    def buffer(self) -> Any:
+        """Its memory, computed now if it has not been yet."""
+        if not self._made:
+            self._made.append(self._make())
+        return self._made[0].buffer
+
+
+class LetGo(_WithoutMemory):
+    """What stands in a graph for a computed tensor that nobody reads any more."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.requires_grad, self._frozen = tensor.requires_grad, has_frozen_mark(tensor)
+
+    @property
+    def buffer(self) -> Any:
+        """Raises RuntimeError: its memory is gone."""
+        raise RuntimeError(
+            f"the value of a computed node, {self.dtype} of shape {tuple(self.shape)}, was let go: no backward reads "
+            "it, and nobody but the graph held the node. Hold the node (or its value) in a variable from the forward "
+            "on, or record the forward on a tape that keeps everything, ag.Tape(retain_grads=True)"
+        )
+
+
 def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The same buffer under another shape of as many elements.
 
@@ -208,6 +257,11 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     vars(made).update(_place.attributes)
     vars(made).update({name: getattr(tensor, name) for name in _OF_VIEWS}, shape=shape, _base=tensor)
     return made
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor whose memory a view shows; None of what is no view."""
+    return getattr(tensor, "_base", None)
 
 
 def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

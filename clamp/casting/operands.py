@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
+from math import prod
 from typing import Any, Protocol, TypeAlias
 
 from clamp import bridge
@@ -25,7 +26,7 @@ from clamp.casting.regions import LAST_USE, Caching, current_region
 from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
-from clamp.params import delivery
+from clamp.params import delivery, graphs
 from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cast, weights
 
@@ -91,6 +92,13 @@ class Operand:
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""
 
+    def is_not_read(self) -> None:
+        """Called when backward does not read the value, either."""
+        self.value = _NOT_READ
+
+
+_NOT_READ: Any = None
+
 
 class _LateOperand(Operand):
     """A tensor read in another dtype, most often float32 in 16 bits: the copy is made when somebody asks for it."""
@@ -110,6 +118,9 @@ class _LateOperand(Operand):
     @property
     def source(self) -> Tensor:
         return bridge.value_of(self.parent) if self._value is None else self._value
+
+    def is_not_read(self) -> None:
+        """Its copies go by rules of their own."""
 
 
 _SMALL_COPY = 1 << 14  # bytes
@@ -352,6 +363,7 @@ def bound(
     *,
     first: Callable[[Tensor], Tensor] | None = None,
     moves: bool = False,
+    unread: Iterable[Operand] = (),
 ) -> Any:
     """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
 
@@ -360,6 +372,8 @@ def bound(
             computed together, those that nobody wants are dropped.
         first: applied to the gradient of ``out``, once, for all of them.
         moves: the gradient functions compute nothing, and take a gradient of any dtype, also of an ``out`` in 16 bits.
+            They read no operand's value.
+        unread: operands whose values the gradient functions do not read, so that they are not kept for them.
     """
     operands: list[Operand] = []
     for key in gradients:
@@ -384,9 +398,15 @@ def bound(
         return [found.get(operand) for operand in operands]
 
     is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
-    run = partial(_in_16_bits, backward, str(out.dtype)) if is_fitted else backward
+    run: Any = partial(_in_16_bits, backward, str(out.dtype)) if is_fitted else backward
+    run.operands = operands
     parents = [operand.parent for operand in operands]
-    return RESULTS.own(bridge.make_node(out, run, parents, op_name, tape), parents)
+    made = RESULTS.own(bridge.make_node(out, run, parents, op_name, tape), parents)
+    for needless in operands if moves else unread:
+        needless.is_not_read()
+    if prod(out.shape) > graphs.LARGE or prod(parents[0].value.shape) > graphs.LARGE:
+        graphs.let_values_go(parents, RESULTS.watched)
+    return made
 
 
 def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:

@@ -202,7 +202,7 @@ class _Results:
         if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
             with _backward_is(False):
                 for node in bridge.in_order(loss):
-                    if node.parents and not hasattr(node, "is_observed"):
+                    if node.parents and not hasattr(node, "is_observed") and _are_there(node, *node.parents):
                         self._seen(node, node.parents)
         with _backward_is(True):
             run(loss, grad)
@@ -229,6 +229,11 @@ class _Results:
             observer.stepped(report)
 
 
+def _are_there(*nodes: Node) -> bool:
+    """Whether all have their values still."""
+    return not any(isinstance(node.value, bridge.LetGo) for node in nodes)
+
+
 def _looks_before(observer: Observer) -> bool:
     return type(observer).stepping is not Observer.stepping
 
@@ -241,6 +246,7 @@ def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer,
                 observer.gradients(token, grad, grads, run)
         return grads
 
+    vars(run_and_tell).update(getattr(run, "__dict__", {}))
     return run_and_tell
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, bound, float_operands, floats_as_is
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, float_operands, floats_as_is
 from clamp.casting.registry import implements
 from clamp.functions.arithmetic import apply_unary
 from clamp.functions.recompute import drawn
@@ -120,7 +120,8 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
         return ops.dropout(values, p, key, dtype)
 
     out = dropped(operand.value, casting.result_dtype(operand))
-    return bound(out, {operand: lambda grad: dropped(grad, operand.grad_dtype)}, "dropout", tape)
+    gradients: Gradients = {operand: lambda grad: dropped(grad, operand.grad_dtype)}
+    return bound(out, gradients, "dropout", tape, unread=(operand,))
 
 
 class LastSeed(threading.local):

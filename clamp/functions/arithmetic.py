@@ -20,6 +20,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, float_operands, owned_value
 from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.functions.recompute import computed
 from clamp.ops.elementwise import elementwise, masked_fill_backward
 from clamp.ops.elementwise import masked_fill as fill_masked
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -46,13 +47,16 @@ def apply_unary(
 ) -> Any:  # fmt: skip
     """Records ``y = op(x)``; backward is ``grad_op(g, x)``, or ``grad_op(g, y)`` with ``from_out``."""
     (operand,) = float_operands(casting, x)
-    out = elementwise(op, casting.result_dtype(operand), operand.value, parameters=parameters)
+    dtype, value = casting.result_dtype(operand), operand.value
+    out = computed(partial(elementwise, op, dtype, value, parameters=parameters), value, operand.shape, dtype)
+    del value  # as below
+    saved = out if from_out else None  # nothing else of the two is held
 
     def gradient(grad: Tensor) -> Tensor:
-        saved = out if from_out else operand.value
-        return elementwise(grad_op, operand.grad_dtype, grad, saved, parameters=parameters)
+        read = operand.value if saved is None else saved
+        return elementwise(grad_op, operand.grad_dtype, grad, read, parameters=parameters)
 
-    return bound(out, {operand: gradient}, op, tape)
+    return bound(out, {operand: gradient}, op, tape, unread=(operand,) if from_out else ())
 
 
 def apply_broadcast(
@@ -60,9 +64,13 @@ def apply_broadcast(
 ) -> Any:
     """Records ``op`` of tensors and numbers that broadcast; one gradient for each of ``xs``, numbers included."""
     operands, inputs = _with_numbers(casting, *xs)
-    # No name holds the values: backward reads operands anew, so that an input's 16-bit copy does not live until then.
-    out = elementwise(op, casting.result_dtype(*operands), *_values(inputs))
-    return bound(out, gradients_by(inputs, gradients, inputs), op, tape)
+    dtype, shapes = casting.result_dtype(*operands), {operand.shape for operand in operands}
+    make = partial(elementwise, op, dtype, *_values(inputs))
+    out = computed(make, operands[0].value, shapes.pop(), dtype) if len(shapes) == 1 else make()
+    del make  # backward reads operands anew, so that an input's 16-bit copy does not live until then
+    read = {name for x, rule in zip(inputs, gradients, strict=True) if isinstance(x, Operand) for name in rule}
+    unread = [x for index, x in enumerate(inputs) if isinstance(x, Operand) and index not in read]
+    return bound(out, gradients_by(inputs, gradients, inputs), op, tape, unread=unread)
 
 
 def _with_numbers(casting: Casting, *xs: Any) -> tuple[tuple[Operand, ...], list[Operand | float]]:
@@ -155,7 +163,8 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
         whole = all(operand.shape == out.shape for operand in wanted)
         return elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
 
-    return bound(out, gradients_by(operands, (PASS, PASS), ()), "add_relu", tape, first=through)
+    gradients = gradients_by(operands, (PASS, PASS), ())
+    return bound(out, gradients, "add_relu", tape, first=through, unread=operands)
 
 
 @implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))
@@ -216,7 +225,8 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *_values(inputs))
     rules = (("where_grad_a", "g", 0), ("where_grad_b", "g", 0))
-    return bound(out, {choice: None, **gradients_by(inputs, rules, (choice,))}, "where", tape)
+    gradients = gradients_by(inputs, rules, (choice,))
+    return bound(out, {choice: None, **gradients}, "where", tape, unread=operands)
 
 
 def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
@@ -241,7 +251,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     def gradient(grad: Tensor) -> Tensor:
         return masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "masked_fill", tape)
+    return bound(out, {operand: gradient}, "masked_fill", tape, unread=(operand,))
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))

@@ -96,4 +96,4 @@ def rope(
     def gradient(grad: Tensor) -> Tensor:
         return rotate(grad, places, float(base), inverse=not inverse, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "rope", tape)
+    return bound(out, {operand: gradient}, "rope", tape, unread=(operand,))

@@ -74,7 +74,7 @@ def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Ta
     def gradient(grad: Tensor) -> Tensor:
         return _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, name, tape)
+    return bound(out, {operand: gradient}, name, tape, unread=(operand,))
 
 
 def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:
@@ -138,7 +138,7 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
         to: lambda grad: cast(grad, to.grad_dtype),
         source: lambda grad: ops.index_select(grad, axis, at, out_dtype=source.grad_dtype, missing=0.0),
     }
-    return bound(out, gradients, "index_add", tape)
+    return bound(out, gradients, "index_add", tape, unread=(to, source))
 
 
 @implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=_LARGEST)

@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, WeightOperand, as_is, as_node, bound
 from clamp.casting.registry import implements
-from clamp.functions.recompute import asked_before
+from clamp.functions.recompute import asked_before, computed
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -62,7 +62,11 @@ def _check_matmul_shapes(a: Shape, b: Shape) -> None:
 
 def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape | None) -> Any:
     """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
-    out = _forward(x, w, out_dtype=casting.result_dtype(x, w))
+    dtype = casting.result_dtype(x, w)
+    if len(x.shape) == len(w.shape) == 2:
+        out = computed(lambda: _forward(x, w, out_dtype=dtype), x.parent.value, (x.shape[0], w.shape[1]), dtype)
+    else:
+        out = _forward(x, w, out_dtype=dtype)
 
     gradients: Gradients = {x: lambda grad: _grad_of_left(grad, x, w), w: lambda grad: _grad_of_right(grad, x, w)}
     return bound(out, gradients, op_name, tape)
@@ -126,13 +130,13 @@ def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
 def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
     """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
     rows = (-1, x.shape[-1])
-    out = _forward(x, w, rows, out_dtype=casting.result_dtype(x, w))
+    dtype, shape = casting.result_dtype(x, w), (*x.shape[:-1], w.shape[1])
+    out = computed(lambda: bridge.view(_forward(x, w, rows, out_dtype=dtype), shape), x.parent.value, shape, dtype)
 
     gradients: Gradients = {
         x: lambda grad: bridge.view(_times(grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape),
         w: lambda grad: _grad_of_right(grad, x, w, rows),
     }
-    out = bridge.view(out, (*x.shape[:-1], w.shape[1]))
     return bound(out, gradients, "matmul", tape, first=lambda grad: _flat(grad, (-1, w.shape[1])))
 
 

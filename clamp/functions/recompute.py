@@ -23,7 +23,7 @@ from clamp.casting.arguments import mapped
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn
-from clamp.params import delivery
+from clamp.params import delivery, graphs
 from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import weights
 
@@ -33,6 +33,7 @@ OP = "checkpoint"
 class _RecomputeState(threading.local):
     draws: tuple[list[Drawn], ...] = ()  # of the forwards that are under way, one in another
     again: Iterator[Drawn] | None = None  # the draws of the forward that is being run again
+    needless: tuple[list[Node], frozenset[int]] = ([], frozenset())  # its nodes, and the places of those not to compute
 
 
 _thread = of_threads(_RecomputeState())
@@ -58,6 +59,24 @@ def is_checkpointed() -> bool:
 def is_recomputing() -> bool:
     """Returns whether a forward is run again here: running statistics have moved already."""
     return _thread.again is not None
+
+
+def computed(make: Callable[[], Tensor], like: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
+    """What an op computes. Where a forward is run again, and nothing there reads it, it is not computed unless somebody
+    asks for its memory after all.
+
+    Args:
+        make: computes it; it may be called later, and reads what was then.
+        like: a tensor on the same queue.
+        shape, dtype: of the result.
+    """
+    return bridge.Late(make, like, shape, dtype) if is_needless() else make()
+
+
+def is_needless() -> bool:
+    """Returns whether a forward is run again here, and nothing in it reads the result of the op that is next."""
+    nodes, places = _thread.needless
+    return len(nodes) in places and bridge.is_grad_enabled() and bridge.is_recorded_in(nodes)
 
 
 def asked_before(weight: Tensor, kind: Hashable) -> bool:
@@ -88,9 +107,11 @@ class Segment:
         self._generators = np.random.get_state(), random.getstate()
         self._around = same_around()
         self._draws: list[Drawn] = []
+        self._unread = frozenset[int]()
         self._began = moment()
         with holding(_thread, "draws", (*_thread.draws, self._draws)):
             result, nodes = self._run()
+        self._unread = graphs.unread(nodes)
         self._ends = _ends(nodes.copy())
         outs = _computed(result, nodes) if self._ends else []
         self.in_half = any(bridge.STORAGE.get(node.value.dtype) == "f16" for node in nodes)
@@ -107,7 +128,7 @@ class Segment:
 
     def _run(self) -> tuple[Any, list[Node]]:
         function, args, kwargs = self._call
-        with bridge.recorded_apart(self._tape) as nodes:
+        with bridge.recorded_apart(self._tape) as nodes, holding(_thread, "needless", (nodes, self._unread)):
             return function(*args, **kwargs), nodes
 
     def _nodes(self, outs: Sequence[Node]) -> list[Any]:

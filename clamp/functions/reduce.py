@@ -22,7 +22,7 @@ def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mea
     def gradient(grad: Tensor) -> Tensor:
         return ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)
 
-    return bound(out, {operand: gradient}, name, tape)
+    return bound(out, {operand: gradient}, name, tape, unread=(operand,))
 
 
 @implements("netcl.autograd.sum", uses=(ops,))
@@ -54,7 +54,7 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     def gradient(grad: Tensor) -> Tensor:
         return softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "softmax", tape)
+    return bound(out, {operand: gradient}, "softmax", tape, unread=(operand,))
 
 
 # ------------------------------------------------------------------------------------------ tensor level

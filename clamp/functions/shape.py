@@ -10,6 +10,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
 from clamp.casting.registry import implements
+from clamp.functions.recompute import computed
 from clamp.ops import concat
 from clamp.ops import shape as ops
 from clamp.ops.arguments import axis_of, whole_number
@@ -24,7 +25,9 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
     def gradient(grad: Tensor) -> Tensor:
         return bridge.view(cast(grad, operand.grad_dtype), before)
 
-    return bound(bridge.view(operand.value, shape), {operand: gradient}, op_name, tape, moves=True)
+    value = operand.value
+    out = computed(lambda: bridge.view(value, shape), value, shape, value.dtype)
+    return bound(out, {operand: gradient}, op_name, tape, moves=True)
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:

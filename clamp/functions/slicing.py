@@ -57,6 +57,7 @@ class _Slices:
                 requires_grad=True,
                 op_name="slices",
             )
+            bridge.note_child(node)
             slices.node = weakref.ref(node)
             vars(sliced.parent)["_clamp_slices"] = slices
         return slices, node

@@ -16,6 +16,7 @@ from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is
 from clamp.casting.policies import Float
 from clamp.casting.registry import implements
+from clamp.functions.recompute import is_needless
 from clamp.ops import grid as grid_ops
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as pool_ops
@@ -38,7 +39,17 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
         ValueError: x is not NCHW, or no window fits.
     """
     (operand,) = float_operands(casting, x)
-    out = pool_ops.max_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
+    dtype = casting.result_dtype(operand)
+
+    def pooled() -> Tensor:
+        return pool_ops.max_pool2d(operand.value, kernel_size, stride, out_dtype=dtype)
+
+    shape = operand.shape
+    if is_needless():
+        sides = ((extent - kernel_size) // stride + 1 for extent in shape[-2:])
+        out: Tensor = bridge.Late(pooled, operand.value, (*shape[:-2], *sides), dtype)
+    else:
+        out = pooled()
 
     def gradient(grad: Tensor) -> Tensor:
         return pool_ops.max_pool2d_backward(operand.value, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
@@ -60,7 +71,7 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     def gradient(grad: Tensor) -> Tensor:
         return pool_ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d", uses=(reduce_sum,))
@@ -77,7 +88,7 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     def gradient(grad: Tensor) -> Tensor:
         return pool_ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "global_avg_pool2d", tape)
+    return bound(out, {operand: gradient}, "global_avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.nn.pooling.max_pool2d_backward", uses=pool_ops.ENGINES)
@@ -133,7 +144,7 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
             return cast(grad, operand.grad_dtype)
         return pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "pad2d", tape)
+    return bound(out, {operand: gradient}, "pad2d", tape, unread=(operand,))
 
 
 @implements("netcl.nn.padding.pad2d_backward", uses=(pad_ops,))
@@ -209,7 +220,7 @@ def upsample(
     def gradient(grad: Tensor) -> Tensor:
         return upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, "upsample", tape)
+    return bound(out, {operand: gradient}, "upsample", tape, unread=(operand,))
 
 
 # -------------------------------------------------------------------------------------------- grids

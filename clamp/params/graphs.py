@@ -8,17 +8,24 @@ values of nodes that are held stay. A program needs a graph for longer where
 - backward was told so: ``retain_graph=True``;
 - another backward has run through it since, whose gradients no step has used: a second one, a GAN's;
 - something that is still there was computed from it, and no backward has run from that: another optimizer's loss.
+
+Before that, in the forward, values go that no backward reads, as PyTorch never keeps them: a node that only its graph
+refers to stays a part of it, without the value.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import prod
+from sys import getrefcount
 from typing import Any
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Tape, Tensor
+from clamp.interrupts import of_threads
 
 
 class _Backward:
@@ -126,3 +133,113 @@ def _gone(grad: Tensor) -> list[Tensor | None]:
         "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before it; else "
         "compute the loss anew, or go on from a value: ag.tensor(node.value)"
     )
+
+
+# ---------------------------------------------------------------------------------------------- in the forward
+
+LARGE = 1 << 15  # elements of a value that it is worth to look for who holds it
+_FEW = 8  # nodes that are looked at together: the functions that made the first of them have returned
+_LAST = 4  # levels of nodes below a loss, which have no large one below them
+
+
+class _Waiting(threading.local):
+    """Nodes with children that are to be looked at, or again, as somebody held them; and how many are too many."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, weakref.ref[Node]] = {}
+        self.most = _FEW
+
+
+_waiting = of_threads(_Waiting())
+
+
+def _own_references() -> int:
+    """How many references Python counts of its own where a loop counts those to what it is at."""
+    count = 0
+    for x in [object()]:
+        count = getrefcount(x)
+    return count - 1  # the list's
+
+
+_OWN = _own_references()
+
+
+def let_values_go(made_from: Iterable[Any], watched: bool) -> None:
+    """A node was made: of those that it and others before were made from, the values go that nothing but the
+    graph can reach and that no gradient function reads.
+
+    Args:
+        made_from: the node's parents; tensors that are no nodes are passed by.
+        watched: whether somebody looks at results, some of which are shown in backward only.
+    """
+    if len(_waiting.nodes) >= _waiting.most:
+        _look(bridge.current_tape(), watched)
+        _waiting.most = len(_waiting.nodes) + _FEW
+    for node in made_from:
+        if isinstance(node, Node) and node.parents and prod(node.value.shape) > LARGE:
+            _waiting.nodes[id(node)] = weakref.ref(node)
+
+
+def forward_is_over(loss: Node, tape: Tape, watched: bool) -> None:
+    """A backward begins from a node: what its forward has held until now is looked at for the last time.
+
+    Args:
+        tape: that it is run by.
+    """
+    _wait_for_those_above(loss.parents, _LAST)
+    if _waiting.nodes:
+        _look(tape if tape.nodes else bridge.current_tape() or tape, watched)
+        _waiting.nodes.clear()
+    _waiting.most = _FEW
+
+
+def _wait_for_those_above(nodes: Sequence[Node], levels: int) -> None:
+    for node in nodes:
+        if node.parents:
+            if levels > 1:
+                _wait_for_those_above(node.parents, levels - 1)
+            if prod(node.value.shape) > LARGE:
+                _waiting.nodes.setdefault(id(node), weakref.ref(node))
+
+
+def _look(tape: Tape | None, watched: bool) -> None:
+    waiting, _waiting.nodes = _waiting.nodes, {}
+    if tape is not None and tape.retain_grads:  # whoever asks for that looks at nodes
+        return
+    # Those below come first: what shows another's memory keeps that.
+    nodes = [node for node in [reference() for reference in waiting.values()] if node is not None]
+    while nodes:
+        node = nodes.pop()
+        value = node.value
+        # Whose value others hold, gradient functions before all, would only seem to go.
+        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo) or (watched and _is_to_be_seen(node)):
+            continue
+        if getrefcount(node) - _OWN != bridge.references(node, tape):
+            _waiting.nodes[id(node)] = weakref.ref(node)
+            continue
+        node.value = bridge.LetGo(value)
+        if bridge.base_of(value) is not None:  # who has its memory may have been passed by
+            value = None
+            nodes += [x for x in node.parents if x.parents and not any(x is other for other in nodes)]
+
+
+def unread(nodes: Sequence[Node]) -> frozenset[int]:
+    """The places of those nodes whose values no gradient function of theirs reads, nor any op that is needed for one:
+    a run that is for its gradients alone need not compute them.
+
+    Args:
+        nodes: all that a function has computed, in order, before anybody else has got them.
+    """
+    found, ids = list[int](), set[int]()
+    for place in reversed(range(len(nodes))):
+        node = nodes[place]
+        children, value = bridge.children([node]), node.value
+        views = sum(id(child) in ids and bridge.base_of(child.value) is value for child in children)
+        if getrefcount(value) - _OWN - 1 == views and all(id(child) in ids for child in children):
+            found.append(place)
+            ids.add(id(node))
+    return frozenset(found)
+
+
+def _is_to_be_seen(node: Node) -> bool:
+    return not all(hasattr(x, "is_observed") for x in (node, *bridge.children([node])))

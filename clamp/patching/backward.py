@@ -107,6 +107,7 @@ def tape_backward(
         RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
     """
     gradient_penalties.refuse(create_graph)
+    graphs.forward_is_over(loss, instance, RESULTS.watched)
     computed, leaves, scaled, starts, in_half = [], [], [], [loss], False
     recomputed = False
     for node in bridge.graph(loss):  # of every node of every step: short

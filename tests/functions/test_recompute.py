@@ -20,6 +20,7 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tape, Tensor
+from clamp.cli.bench.timing import counted_launches
 from clamp.params.weight_cache import weights
 from tests.networks import batch
 from tests.reference import assert_same, to_device, to_numpy
@@ -500,7 +501,8 @@ def test_no_more_is_kept_of_weights_than_without(queue: cl.CommandQueue, layer: 
 
 
 def test_what_is_computed_again_goes_as_backward_uses_it(queue: cl.CommandQueue) -> None:
-    """Of the values of a long block those stay that are still to be read, and what the user holds."""
+    """Of the values of a long block those stay that are still to be read, which the last is not, and what the user
+    holds."""
     made: list[weakref.ref[Tensor]] = []
     held: list[Node] = []
     alive: list[int] = []
@@ -527,6 +529,50 @@ def test_what_is_computed_again_goes_as_backward_uses_it(queue: cl.CommandQueue)
         ag.sum(amp.checkpoint(block, x)).backward()
         with pytest.raises(RuntimeError, match="did not return, but kept"):
             held[0].backward()
-    assert alive == [5, 4, 3, 2, 2]
+    assert alive == [4, 3, 2, 2, 1]
     sigmoid = 1 / (1 + np.exp(-1 / (1 + np.exp(-1.0))))
     np.testing.assert_allclose(to_numpy(held[0].value), sigmoid, rtol=1e-3)
+
+
+#: what ends a block: a function of images and a weight, and how many launches its result takes that no gradient reads
+ENDS: dict[str, tuple[Callable[[Node, Node], Node], int]] = {
+    "residual sum": (lambda x, w: ag.add(x, ag.matmul_op(ag.tanh(x), w)), 2),
+    "product of rows": (lambda x, w: ag.reshape(ag.matmul_op(ag.reshape(ag.tanh(x), (-1, WIDTH)), w), (-1, WIDTH)), 1),
+    "pool": (lambda x, w: ag.max_pool2d(ag.matmul_op(x, w), 2, 2), 1),
+    "relu": (lambda x, w: ag.relu(ag.mul(ag.matmul_op(x, w), 2.0)), 0),
+    "tanh": (lambda x, w: ag.tanh(ag.matmul_op(x, w)), 1),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_no_gradient_reads_is_computed_again_only_if_asked_for(queue: cl.CommandQueue, name: str) -> None:
+    end, launches = ENDS[name]
+    draw = np.random.default_rng(3)
+    x, w = (
+        Node(to_device(queue, draw.standard_normal(shape)), requires_grad=True)
+        for shape in ((2, 3, WIDTH, WIDTH), (WIDTH, WIDTH))
+    )
+    seen: list[Any] = []
+    counts, gradients = [], []
+
+    def block(y: Node, reads: bool) -> Node:
+        made = end(y, w)
+        if reads:
+            seen.append(made.value.to_host())
+        return made
+
+    with amp.init(loss_scale=1.0):
+        for checkpoint, reads in ((plainly, False), (amp.checkpoint, False), (amp.checkpoint, True)):
+            for _ in "12":  # the first time, more may be made
+                x.value.grad = w.value.grad = None
+                loss = ag.mean(checkpoint(block, ag.mul(x, 1.5), reads))
+                with counted_launches() as counted:
+                    Tape().backward(loss)
+            counts.append(len(counted))
+            gradients.append([node.value.grad.to_host() for node in (x, w)])
+    assert counts[2] - counts[1] == launches
+    for found in gradients[1:]:
+        for grad, expected in zip(found, gradients[0], strict=True):
+            np.testing.assert_array_equal(grad, expected)
+    assert len(seen) == 4
+    np.testing.assert_array_equal(seen[3], seen[2])

@@ -1,0 +1,121 @@
+"""What a graph keeps from the forward: the values that backward reads, and those of nodes that somebody holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+
+from clamp import amp, bridge
+from clamp.bridge import Node, Tensor
+from tests.reference import to_device, to_numpy
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+SHAPE = (4, 2, 64, 128)  # more elements than it takes to be looked at
+Function = Callable[[Node], Node]
+
+
+def _rope(x: Node) -> Node:
+    return ag.rope(x, Tensor.from_host(x.value.queue, np.arange(SHAPE[2], dtype=np.int32), dtype="int32"))
+
+
+def _parts(x: Node) -> Node:
+    first, second = ag.chunk(x, 2, axis=1)
+    return ag.cat([second, first], axis=1)
+
+
+#: functions whose backward reads nothing of their input, by whether it reads their result
+UNREAD: dict[str, tuple[Function, bool]] = {
+    "reshape": (lambda x: ag.reshape(x, (8, 64, 128)), False),
+    "permute": (lambda x: ag.permute(x, (1, 0, 3, 2)), False),
+    "cast": (lambda x: amp.cast(x, "float16"), False),
+    "chunk": (_parts, False),
+    "add": (lambda x: ag.add(x, 1.5), False),
+    "sub": (lambda x: ag.sub(1.5, x), False),
+    "relu": (ag.relu, True),
+    "softmax": (ag.softmax, True),
+    "dropout": (lambda x: ag.dropout(x, 0.25, seed=3), False),
+    "rope": (_rope, False),
+    "pad2d": (lambda x: ag.pad2d(x, 1), False),
+    "avg_pool2d": (lambda x: ag.upsample(ag.avg_pool2d(x, 2, 2), scale_factor=2), False),
+    "index_select": (lambda x: ag.index_select(x, 2, list(range(63, -1, -1))), False),
+    "where": (lambda x: ag.where(ag.gt(Node(x.value), 0.0), x, 0.5), False),
+    "masked_fill": (lambda x: ag.masked_fill(x, ag.gt(Node(x.value), 0.0), 0.5), False),
+    "add_relu": (lambda x: ag.add_relu(x, ag.mul(x, 0.5)), True),
+}
+READ: dict[str, Function] = {
+    "tanh": ag.tanh,
+    "mul": lambda x: ag.mul(x, ag.mul(x, 0.5)),
+    "max_pool2d": lambda x: ag.upsample(ag.max_pool2d(x, 2, 2), scale_factor=2),
+}
+
+
+def _leaf(queue: cl.CommandQueue) -> Node:
+    host = np.random.default_rng(5).standard_normal(SHAPE, dtype=np.float32)
+    return Node(to_device(queue, host), requires_grad=True)
+
+
+@pytest.mark.parametrize("name", [*UNREAD, *READ])
+def test_values_that_no_backward_reads_go_and_change_no_bit(queue: cl.CommandQueue, name: str) -> None:
+    function, reads_result = UNREAD[name] if name in UNREAD else (READ[name], False)
+    x, seen = _leaf(queue), list[Any]()
+
+    def noted(node: Node) -> Node:
+        seen.append(weakref.ref(node.value))
+        return node
+
+    def forward() -> Node:
+        made = noted(function(noted(ag.mul(x, 0.75))))
+        return ag.mean(ag.mul(ag.add(ag.add(made, 1.0), 1.0), 3.0))
+
+    gradients = []
+    with amp.init(dtype="float16", loss_scale=1.0):
+        for keep in (False, True):
+            seen.clear()
+            with ag.Tape(retain_grads=keep) as tape:
+                loss = forward()
+            x.value.grad = None
+            tape.backward(loss)  # as it begins, no function of the forward holds anything
+            gone = [reference() is None for reference in seen]
+            assert gone == [not keep and name in UNREAD, not keep and not reads_result]
+            gradients.append(to_numpy(x.value.grad))
+    assert np.abs(gradients[0]).max() > 0
+    np.testing.assert_array_equal(*gradients)
+
+
+@pytest.mark.parametrize("how", ["node", "value", "closure", "op of the user's"])
+def test_what_somebody_holds_keeps_its_value(queue: cl.CommandQueue, how: str) -> None:
+    x, kept = _leaf(queue), list[Any]()
+
+    def forward() -> Node:
+        made = ag.add(x, 0.5)
+        kept.append({"value": made.value, "closure": lambda: made}.get(how, made))
+        apart = made
+        if how == "op of the user's":
+            apart = ag.apply_op(lambda t: bridge.view(t, t.shape), lambda grad: [grad], made)
+        return ag.mean(ag.add(ag.add(ag.add(apart, 1.0), 1.0), 1.0))
+
+    with amp.init(dtype="float16", loss_scale=1.0):
+        loss = forward()
+        loss.backward()
+    found = kept[0]() if how == "closure" else kept[0]
+    np.testing.assert_array_equal(found.value.to_host(), x.value.to_host() + np.float32(0.5))
+
+
+def test_who_walks_a_graph_is_told_that_a_value_is_gone(queue: cl.CommandQueue) -> None:
+    x = _leaf(queue)
+    with amp.init(dtype="float16", loss_scale=1.0):
+        loss = ag.mean(ag.add(ag.add(ag.add(x, 1.0), 1.0), 1.0))
+        loss.backward()
+        node = loss.parents[0].parents[0].parents[0]
+        assert (node.value.shape, node.value.dtype) == (SHAPE, "float32")
+        with pytest.raises(RuntimeError, match="Hold the node"):
+            node.value.to_host()
+        with pytest.raises(RuntimeError, match="Hold the node"):
+            ag.add(node, 1.0)
