@@ -19,7 +19,7 @@ import pyopencl as cl
 
 import clamp
 from clamp.casting.policy_table import CastPolicy
-from clamp.cli.devices import UnknownDeviceError
+from clamp.cli.devices import DEVICE_HELP, UnknownDeviceError
 from clamp.opencl.device import NoDeviceError
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
@@ -141,11 +141,7 @@ def _option(*names: str, **how: Any) -> Option:
 
 
 def _device(default: str = "the first device") -> Option:
-    return _option(
-        "--device", metavar="NAME|INDEX",
-        help='part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
-        f"doctor` gives it; {default} by default",
-    )  # fmt: skip
+    return _option("--device", metavar="NAME|INDEX", help=DEVICE_HELP.format(default))
 
 
 _LAYOUTS = ("NN", "NT", "TN", "TT")

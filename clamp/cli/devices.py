@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 import pyopencl as cl
@@ -57,3 +58,15 @@ def slug(device: cl.Device) -> str:
     name = re.sub(r"^(pthread|cpu)-[a-z0-9-]*-", "", device.name)  # PoCL's thread model and LLVM's CPU come first
     words = re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", "", f"{platform} {name}".lower()))
     return "-".join(dict.fromkeys(words))[:60]
+
+
+#: Of ``--device``, which `choose_device` understands, with a place for what it is by default.
+DEVICE_HELP = (
+    'part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp doctor` '
+    "gives it; {} by default"
+)
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--device`` to a script's options."""
+    parser.add_argument("--device", metavar="NAME|INDEX", help=DEVICE_HELP.format("the first device"))

@@ -170,7 +170,7 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
             names = recorder.names
             enqueued.setdefault(debug, names)
             assert enqueued[debug] == names
-        assert RESULTS.own.__name__ == "_own"
+        assert not RESULTS.watched
         assert RESULTS.stepping.__name__ == "_stepping"
         assert LISTENERS == []
     notes = ["note", "squares", "total"]
