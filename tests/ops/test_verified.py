@@ -19,6 +19,7 @@ from clamp.ops.gemm import engines, gemm, matrix_units, tiled
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, RDNA3, RDNA4, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
+from clamp.ops.verified import names_of_verified
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
@@ -70,7 +71,7 @@ def test_a_gpu_on_which_the_trials_pass_uses_the_engine(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unit, held = pretend(), program.built_programs()
-    assert engines.verified(queue) == {"mma"}
+    assert names_of_verified(engines.MATRIX_UNITS, queue) == {"mma"}
     assert unit.verified_plans(queue) == (_LARGE, _SMALL)
     assert program.built_programs() == held, "the programs of the trials are let go"
     for dtype in HALF_DTYPES:
@@ -133,7 +134,7 @@ def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], instead: Callable[..., None]
 ) -> None:
     pretend(instead)
-    assert engines.verified(queue) == frozenset()
+    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
     assert engines.usual(queue, "float16") is tiled
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
 
@@ -143,7 +144,7 @@ def test_an_engine_that_writes_nothing_is_left_out(
 ) -> None:
     pretend()
     monkeypatch.setattr(_Pretended, "compute", lambda self, *product: None)
-    assert engines.verified(queue) == frozenset()
+    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
 
 
 def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
@@ -151,7 +152,7 @@ def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
 ) -> None:
     pretend()
     monkeypatch.setattr(trials.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
-    assert engines.verified(queue) == frozenset()
+    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_other_devices_prove_nothing(queue: cl.CommandQueue, monkeypatch: pytest
     if MMA.may_work(capabilities(queue)):
         pytest.skip("a device with matrix units")
     monkeypatch.setattr(trials, "verdicts", _raise(AssertionError("tried")))
-    assert engines.verified(queue) == frozenset()
+    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
     product(queue)
     with pytest.raises(ValueError, match=r"gemm: the engine mma does not compute float16 by float16.*NVIDIA GPU"):
         gemm(*[to_device(queue, np.ones((4, 4)), "float16")] * 2, out_dtype="float16", engine="mma")

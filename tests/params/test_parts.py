@@ -236,6 +236,7 @@ def test_reading_a_master_changes_nothing_and_writing_it_counts(queue: cl.Comman
     assert ended[0] == ended[1]
 
 
+@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")  # as the next
 @pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
 @pytest.mark.parametrize("keeps", IN_PARTS)
 @pytest.mark.parametrize("name", ["Momentum", "AdamW"])
