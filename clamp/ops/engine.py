@@ -1,8 +1,8 @@
 """Engines: the choice among several ways to compute an operation.
 
-An engine is a module, or an object, with the names of `Engine` beside the functions that compute, which do as its
-package's protocol says (PoolEngine, say). An operation has one ordered list of engines; the first that fits and pays
-runs. Problems are plain values (extents, dtypes, what the device can do), so choosing touches no device.
+An engine is a module, or an object, with the names of `Engine` beside the functions that compute. An operation has one
+ordered list of them; the first that fits and pays runs. Problems are plain values (extents, dtypes, what the device can
+do), so choosing touches no device.
 """
 
 from __future__ import annotations

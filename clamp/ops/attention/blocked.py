@@ -84,6 +84,7 @@ def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     plan = plan_of(problem, *_tile_of(problem))
     workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
     types = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("Y_T", out))}
@@ -95,6 +96,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
+    """Writes the gradients of q, k and v over ``grads``."""
     plan = plan_of(problem, *_tile_of(problem))
     dq, dk, dv = grads
     workspace = bridge.empty(q.queue, (plan.items * plan.backward_floats,), "float32")

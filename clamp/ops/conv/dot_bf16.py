@@ -43,10 +43,12 @@ def pays(problem: Problem) -> bool:
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     direct.convolve(_correlate, problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``."""
     direct.weight_gradient(partial(_Bf16Sum, out=out), problem, x, grad, "bfloat16")
     return None
 
@@ -73,6 +75,7 @@ class _Bf16Sum:
         self._accumulate = False
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
+        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, division = grad.queue, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * self._words,), "float32")
@@ -85,6 +88,7 @@ class _Bf16Sum:
         self._accumulate = True
 
     def finish(self) -> None:
+        """Writes the sum."""
         _FINISH(
             self._out.queue, (self._panels_k, -(-self._rows // _ROWS), self._groups), (1, 1, 1), self._partial,
             self._out, self._rows, self._steps, self._padded, self._division.chunks,

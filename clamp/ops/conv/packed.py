@@ -34,6 +34,7 @@ _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and 
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     direct.convolve(_correlate, problem, x, weights, out, epilogue)
 
 
@@ -110,6 +111,7 @@ class _PackedSum:
         self._accumulate = False
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
+        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue, tile, division = grad.queue, self._tile, self._division
         grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
         work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * (self._most + 16) * tile.columns,), "float32")
@@ -122,6 +124,7 @@ class _PackedSum:
         self._accumulate = True
 
     def finish(self) -> None:
+        """Writes the sum."""
         out, tile = self._out, self._tile
         bias = out if self._bias is None else self._bias
         _FINISH(

@@ -36,10 +36,12 @@ _PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     direct.convolve(_correlate, problem, x, weights, out, epilogue, by_rows=False)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``."""
     direct.weight_gradient(partial(_TiledSum, out=out), problem, x, grad, x.dtype, by_rows=False)
     return None
 
@@ -94,6 +96,7 @@ class _TiledSum:
         self._accumulate = False
 
     def add(self, source: Source, grad: Tensor, begin: int) -> None:
+        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
         queue = grad.queue
         side, tile = _side(capabilities(queue)), _layout(queue).width
         grid = (-(-source.offsets.steps // tile) * side, -(-self._rows // tile) * side, self._chunks * source.groups)
@@ -107,4 +110,5 @@ class _TiledSum:
         self._accumulate = True
 
     def finish(self) -> None:
+        """Writes the sum."""
         cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

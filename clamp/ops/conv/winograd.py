@@ -168,6 +168,7 @@ def pays(problem: Problem) -> bool:
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     if out.size == 0:
         return
     window = problem.window
@@ -261,6 +262,7 @@ def _gradient_pays(problem: Problem) -> bool:
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out`` (F, C / groups, 3, 3)."""
     tiles = Tiles.of(PLAIN if problem.window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
     total: _WinogradSum | None = None
     for first, images in slices(x, tiles):
@@ -309,6 +311,7 @@ class _WinogradSum:
         self._accumulate = True
 
     def finish(self) -> None:
+        """Writes the sum."""
         self._form.kernel("weight_grad_finish")(
             self._out.queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
             self._partial, self._out, self._rows, self._channels, self._division.chunks,

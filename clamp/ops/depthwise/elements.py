@@ -24,6 +24,7 @@ _GROUP_GPU = 256
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Writes the result over y."""
     tensors, types = forward_operands(x, w, bias, y)
     _launch(FORWARD, problem, tensors, FORWARD_ELEMENTS=1, **types)
 
@@ -31,6 +32,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
 def backward(
     problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
 ) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     if dx is not None:
         types = {macro: bridge.STORAGE[t.dtype] for macro, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
         _launch(INPUT_GRADIENT, problem, (grad, w, dx), INPUT_GRADIENT_ELEMENTS=1, **types)

@@ -39,6 +39,7 @@ def pack(b: Matrix) -> Panels:
 
 
 def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, _ROWS, pairs=True)
     blocks = blocks_of(a, b, c)

@@ -55,6 +55,7 @@ class MatrixUnit(Verified):
         return b
 
     def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
+        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
@@ -81,9 +82,11 @@ class MatrixUnit(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
+        """Its kernels."""
         return (self.kernel,)
 
     def may_work(self, device: Capabilities) -> bool:
+        """Returns whether the device is of a kind that has the instruction."""
         return self.is_for(device)
 
     @property

@@ -20,6 +20,7 @@ fits = pays = always
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
     types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[y.dtype], "MAX": int(problem.is_max)}
     _launch(POOL, problem, (x, y), (problem.scale,), POOL_ELEMENTS=1, **types)
 
@@ -32,6 +33,7 @@ def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
     _backward(problem, grad, grad, dx, problem.scale)
 
 

@@ -30,6 +30,7 @@ def fits(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
     if problem.is_max:
         _launch(MAX, problem, x, y, X_T=x.dtype)
     else:
@@ -37,10 +38,12 @@ def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
 
 
 def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the maxima over dx."""
     _launch(MAX_BACKWARD, problem, x, cast(grad, dx.dtype), dx, X_T=x.dtype)
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
     _launch(AVG_BACKWARD, problem, grad, dx, G_T=grad.dtype, DX_T=dx.dtype)
 
 
