@@ -45,11 +45,18 @@ class _Trials:
 
 
 TRIALS = _Trials()
+_WHERE = f"{__name__}:TRIALS"
 
 
 def is_listed(dtype: str) -> bool:
     """Returns whether the processor says that its matrix unit multiplies bfloat16, or float16 as it is (AMX-FP16)."""
     return FLAGS[dtype] <= host_cpu_flags()
+
+
+def begin_trials(device: cl.Device) -> None:
+    """Has the instructions that the processor lists tried on a CPU device beside what this process does meanwhile."""
+    if is_listed("bfloat16") or is_listed("float16"):
+        trials.begin(device, _WHERE)
 
 
 def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
@@ -66,7 +73,7 @@ def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
         return f"the processor does not list {' and '.join(sorted(FLAGS[dtype]))}"
     if refusal := refusal_of_tiles():
         return refusal
-    verdict = trials.verdicts(device, f"{__name__}:TRIALS", anew=anew).get(dtype, "it could not be tried")
+    verdict = trials.verdicts(device, _WHERE, anew=anew).get(dtype, "it could not be tried")
     return "" if verdict == trials.RIGHT else verdict
 
 

@@ -211,6 +211,8 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
     # A CPU device may call itself a GPU as well (Oclgrind claims every type); it is one of ours only
     # if it is nothing but a CPU.
     is_cpu = device.type & ~cl.device_type.DEFAULT == cl.device_type.CPU
+    if is_cpu:
+        amx.begin_trials(device)  # beside the probe's build
     # An instruction that the processor lacks would end the process: ask before trying.
     has_dot_bf16 = is_cpu and "avx512_bf16" in host_cpu_flags()
     return Capabilities(

@@ -10,9 +10,12 @@ What has trials is found by a name, "module:attribute", in both processes.
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Protocol, TypeAlias
 
@@ -27,7 +30,10 @@ RIGHT = "right"
 _WRONG = "wrong numbers"
 _SECONDS = 180.0  # for a driver's compiler that never ends
 
+_Process: TypeAlias = "subprocess.Popen[bytes]"
+
 _verdicts: dict[tuple[int, str], Mapping[str, str]] = {}
+_begun: dict[tuple[int, str], _Process] = {}  # processes whose verdicts nobody has asked for yet
 
 
 class HasTrials(Protocol):
@@ -40,6 +46,18 @@ class HasTrials(Protocol):
         """Returns what verdicts depend on besides the device: kernels' sources, say. It is written as JSON."""
 
 
+def begin(device: cl.Device, where: str) -> None:
+    """Starts the trials of what has a name, unless their verdicts are remembered: whoever asks later waits less."""
+    key = (device.int_ptr, where)
+    if key in _verdicts or key in _begun:
+        return
+    file, names = _to_try(device, where)
+    if (known := _remembered(file, names)) is not None:
+        _verdicts[key] = known
+    elif (process := _started(device, where, names)) is not None:
+        _begun[key] = process
+
+
 def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[str, str]:
     """Returns the verdict of each trial on a device: ``RIGHT``, or what went wrong.
 
@@ -49,7 +67,13 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
     """
     key = (device.int_ptr, where)
     if anew or key not in _verdicts:
-        _verdicts[key] = _remembered(device, where, anew)
+        file, names = _to_try(device, where)
+        known = None if anew or key in _begun else _remembered(file, names)
+        if known is None:
+            known = _tried(device, where, names)
+            if file is not None and known.keys() == set(names):
+                cache.write(file, json.dumps(known).encode())
+        _verdicts[key] = known
     return _verdicts[key]
 
 
@@ -58,30 +82,33 @@ def identity(device: cl.Device) -> list[str]:
     return [device.platform.name, device.platform.version, device.name, device.driver_version, cl.VERSION_TEXT]
 
 
-def _remembered(device: cl.Device, where: str, anew: bool) -> Mapping[str, str]:
+def _to_try(device: cl.Device, where: str) -> tuple[Path | None, list[str]]:
+    """The file of the verdicts, if any are kept, and the names of the trials."""
     what: HasTrials = resolve_name(where)
     file = cache.file_for([*identity(device), where, what.trial_key()], ".proof")
-    names = [name for name, _ in what.trials()]
+    return file, [name for name, _ in what.trials()]
 
+
+def _remembered(file: Path | None, names: list[str]) -> Mapping[str, str] | None:
     def meaning(content: bytes) -> dict[str, str]:
         verdicts: dict[str, str] = json.loads(content)
         if verdicts.keys() != set(names) or not all(isinstance(verdict, str) for verdict in verdicts.values()):
             raise ValueError("verdicts of other trials")
         return verdicts
 
-    if file is not None and not anew and (known := cache.read(file, meaning)) is not None:
-        return known
-    found = _tried(device, where, names)
-    if file is not None and found.keys() == set(names):
-        cache.write(file, json.dumps(found).encode())
-    return found
+    return None if file is None else cache.read(file, meaning)
 
 
 def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
     """Verdicts of processes of their own: one ends with the trial that it does not survive, another goes on."""
     found: dict[str, str] = {}
+    process = _begun.pop((device.int_ptr, where), None)
     while waiting := [name for name in names if name not in found]:
-        began, new, end = _run(device, where, waiting)
+        process = process or _started(device, where, waiting)
+        if process is None:
+            break
+        began, new, end = _ended(process)
+        process = None
         found |= new
         if began is not None and began not in new:
             found[began] = end
@@ -90,18 +117,31 @@ def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, dict[str, str], str]:
-    """The trial that a process began last, its verdicts, and how it ended."""
-    environment = cache_writer.environment()
+def _started(device: cl.Device, where: str, names: list[str]) -> _Process | None:
+    """A process that tries; None if there is no Python to start."""
     command = cache_writer.command(__name__, "report", [cache_writer.place_of(device), where, names])
+    nothing = subprocess.DEVNULL
     try:
-        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               timeout=_SECONDS)  # fmt: skip
-        printed, end = ended.stdout, f"the process that tried it ended with status {ended.returncode}"
-    except subprocess.TimeoutExpired as error:
-        printed, end = error.stdout or b"", f"not done after {_SECONDS:.0f} s"
-    except OSError as error:  # no Python to start
-        return None, {}, str(error)
+        # In a session of its own: Ctrl-C is for the user's program, and no verdict.
+        return subprocess.Popen(command, env=cache_writer.environment(), start_new_session=True,
+                                stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)  # fmt: skip
+    except OSError:
+        return None
+
+
+def _ended(process: _Process) -> tuple[str | None, dict[str, str], str]:
+    """The trial that a process began last, its verdicts, and how it ended."""
+    try:
+        printed, _ = process.communicate(timeout=_SECONDS)
+        end = f"the process that tried it ended with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, _ = process.communicate()
+        end = f"not done after {_SECONDS:.0f} s"
+    except BaseException:  # Ctrl-C, say
+        process.kill()
+        process.communicate()
+        raise
     began, found = None, {}
     for line in printed.splitlines():
         try:
@@ -112,6 +152,26 @@ def _run(device: cl.Device, where: str, names: list[str]) -> tuple[str | None, d
         if verdict is not None:
             found[name] = verdict
     return began, found, end
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends what nobody has asked for."""
+    for process in _begun.values():
+        process.kill()
+        process.communicate()
+    _begun.clear()
+
+
+def _leave_all() -> None:
+    """Leaves to a process what it began before its fork: two that read from one pipe both miss some."""
+    for process in _begun.values():
+        process.returncode = 0  # nobody waits for it here
+    _begun.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def report() -> None:

@@ -104,6 +104,8 @@ def test_it_is_used_where_listed_granted_and_right(
     """None: nobody may ask."""
     monkeypatch.setattr(amx, "host_cpu_flags", lambda: frozenset(flags))
     monkeypatch.setattr(amx, "refusal_of_tiles", _forbid if refusal is None else lambda: refusal)
+    begun = []
+    monkeypatch.setattr(trials, "begin", lambda device, where: begun.append(where))
     monkeypatch.setattr(trials, "verdicts", _forbid if verdict is None else lambda *args, **options: verdict)
     reason = amx.why_not(queue.device, "bfloat16")
     assert why in reason
@@ -111,6 +113,7 @@ def test_it_is_used_where_listed_granted_and_right(
     found = device._probed(queue)
     assert bool(found.amx) == (found.is_cpu and not why)
     assert not found.amx_fp16
+    assert len(begun) == (found.is_cpu and "amx_bf16" in flags)
 
 
 _SMALL_STACK = """

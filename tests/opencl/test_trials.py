@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from subprocess import Popen
 
 import pyopencl as cl
 import pytest
@@ -21,6 +24,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(trials, "_verdicts", {})
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
     return tmp_path / "kept"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Popen[bytes]]:
+    """The processes that were started."""
+    processes, start = [], trials._started
+    monkeypatch.setattr(trials, "_started", lambda *args: processes.append(start(*args)) or processes[-1])
+    return processes
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,19 +58,16 @@ def test_a_trial_that_does_not_end_is_ended(queue: cl.CommandQueue, monkeypatch:
 
 
 def test_verdicts_are_remembered_and_tried_anew_on_demand(
-    queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch
+    queue: cl.CommandQueue, folder: Path, started: list[Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = trials.verdicts(queue.device, f"{_HERE}:ONE")
     assert len(list(folder.iterdir())) == 1
-    ran = []
-    run = trials._run
-    monkeypatch.setattr(trials, "_run", lambda *args: ran.append(args) or run(*args))
     assert trials.verdicts(queue.device, f"{_HERE}:ONE") is first
     _forget(monkeypatch)
     assert trials.verdicts(queue.device, f"{_HERE}:ONE") == first == {"prints": trials.RIGHT}
-    assert not ran
+    assert len(started) == 1
     assert trials.verdicts(queue.device, f"{_HERE}:ONE", anew=True) == first
-    assert len(ran) == 1
+    assert len(started) == 2
 
 
 def test_other_kernels_are_tried_for_themselves(
@@ -123,3 +131,33 @@ def test_each_trial_has_a_context_of_its_own(queue: cl.CommandQueue) -> None:
         '["a", null]', '["a", "right"]', '["b", null]', '["b", "right"]',
     ]  # fmt: skip
     assert contexts[0] != contexts[1]
+
+
+def test_trials_that_have_begun_are_asked_for_later(
+    queue: cl.CommandQueue, started: list[Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        trials.begin(queue.device, f"{_HERE}:ONE")
+    assert os.getpgid(started[0].pid) != os.getpgid(0)  # Ctrl-C is no verdict
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": trials.RIGHT}
+    _forget(monkeypatch)
+    trials.begin(queue.device, f"{_HERE}:ONE")  # remembered
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": trials.RIGHT}
+    assert [process.returncode for process in started] == [0]
+
+
+def test_trials_that_others_have_begun_are_begun_anew(queue: cl.CommandQueue, started: list[Popen[bytes]]) -> None:
+    """After a fork: two processes that read from one pipe would both miss some."""
+    trials.begin(queue.device, f"{_HERE}:ONE")
+    trials._leave_all()
+    assert trials.verdicts(queue.device, f"{_HERE}:ONE") == {"prints": trials.RIGHT}
+    assert len(started) == 2
+    assert os.waitpid(started[0].pid, 0)[1] == 0
+    started[0].stdout.close()
+
+
+def test_what_nobody_has_asked_for_ends_with_the_process(queue: cl.CommandQueue, started: list[Popen[bytes]]) -> None:
+    trials.begin(queue.device, f"{_HERE}:ENDLESS")
+    trials._end_all()
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert not trials._begun
