@@ -26,6 +26,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.interrupts import of_threads
+from clamp.opencl import host_steps
 
 
 class _Backward:
@@ -214,7 +215,9 @@ def _look(tape: Tape | None, watched: bool) -> None:
         # Whose value others hold, gradient functions before all, would only seem to go.
         if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo) or (watched and _is_to_be_seen(node)):
             continue
-        if getrefcount(node) - _OWN != bridge.references(node, tape):
+        if getrefcount(node) - _OWN != bridge.references(node, tape) or (
+            host_steps.recorder() is None and bridge.memory_is_held(value)  # else the recording's launches hold it
+        ):
             _waiting.nodes[id(node)] = weakref.ref(node)
             continue
         node.value = bridge.LetGo(value)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.interrupts import Flag, holding, of_threads
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
@@ -290,17 +291,17 @@ def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
 
 
 def were_rewritten(stepped: Iterable[Tensor]) -> None:
-    """Whoever steps these parameters writes the 16-bit ones as well, as ``copies_of`` says."""
+    """Whoever steps these parameters writes the 16-bit ones as well, as ``copies_of`` and ``rewriting`` say."""
     for master in stepped if _behind else ():
         _behind.pop(id(master), None)
 
 
 def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:
     """Returns calls that rewrite the 16-bit parameters of these, whatever the optimizer's ``step`` made of them, unless
-    others do."""
+    others do. Of a master that is stepped several times (an optimizer was given tied weights twice) after each time."""
     if not _behind:
         return []
-    pairs = [(master, _behind.pop(id(master), None)) for master in stepped]
+    pairs = [(master, _behind.get(id(master))) for master in stepped]
     turn = bridge.roundings(optimizer) + 1
     found = [
         (master, model)
@@ -331,13 +332,38 @@ def write_back(master: Tensor, model: Tensor, turn: int | None = None) -> None:
 
 def written(buffer: Any) -> None:
     """A user has written into this storage: what was derived from it, or known of it, is stale, and a master follows
-    its parameter."""
+    its parameter, or the parameter its master."""
     writes.note(buffer)
     if len(weights):
         weights.drop_buffer(buffer)
+    if not _models:
+        return
     model = _models.get(id(buffer))
     if model is not None and model.buffer is buffer and model.dtype in HALF_DTYPES:
         cast_into(model, master_for(model))
+        return
+    for model in [] if _stepping.on else list(_models.values()):
+        master = bridge.master_of(model)
+        if master is not None and _lies_in(master, buffer) and id(master) not in _behind:
+            write_back(master, model)
+            writes.note(model.buffer)
+            weights.drop(model)
+            return
+
+
+def _lies_in(master: Tensor, buffer: Any) -> bool:
+    if isinstance(master, MasterInParts):
+        return master.is_whole and master.buffer is buffer
+    return master.buffer is buffer
+
+
+_stepping = of_threads(Flag())
+
+
+def as_step(piece: Callable[[], Any]) -> Any:
+    """Calls a piece of an optimizer's step, which writes masters: who steps them rewrites their parameters after it."""
+    with holding(_stepping, "on", True):
+        return piece()
 
 
 # ---------------------------------------------------------------------------------------------- gradients

@@ -111,7 +111,7 @@ class OptimizerStep:
                 raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown))
         pieces: list[Callable[[], Any]] = []
         for stepped, piece in bridge.own_pieces(self._own or self._optimizer.step, self._optimizer, params):
-            pieces += [piece, *masters.rewriting(stepped, self._optimizer)]
+            pieces += [partial(masters.as_step, piece), *masters.rewriting(stepped, self._optimizer)]
         return pieces
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
@@ -218,12 +218,19 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
     try:
         result = masters.stepping(found, run)
     except BaseException:
-        in_turn(masters.rewriting(stepped, optimizer))
+        in_turn(_rewriting(stepped, optimizer))
         raise
     finally:
         weights.clear()
-    _whole(optimizer, masters.rewriting(stepped, optimizer), has_begun=True)
+    _whole(optimizer, _rewriting(stepped, optimizer), has_begun=True)
     return result
+
+
+def _rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:
+    try:
+        return masters.rewriting([*{id(master): master for master in stepped}.values()], optimizer)
+    finally:
+        masters.were_rewritten(stepped)
 
 
 def _whole(optimizer: Any, pieces: list[Callable[[], Any]], *, has_begun: bool = False) -> None:

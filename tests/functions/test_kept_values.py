@@ -89,15 +89,18 @@ def test_values_that_no_backward_reads_go_and_change_no_bit(queue: cl.CommandQue
     np.testing.assert_array_equal(*gradients)
 
 
-@pytest.mark.parametrize("how", ["node", "value", "closure", "op of the user's"])
+@pytest.mark.parametrize("how", ["node", "value", "closure", "buffer", "tensor in its memory", "op"])
 def test_what_somebody_holds_keeps_its_value(queue: cl.CommandQueue, how: str) -> None:
     x, kept = _leaf(queue), list[Any]()
 
     def forward() -> Node:
         made = ag.add(x, 0.5)
-        kept.append({"value": made.value, "closure": lambda: made}.get(how, made))
+        value = made.value
+        there = Tensor(value.buffer, value.shape, value.dtype, value.context, value.queue)
+        ways = {"value": value, "closure": lambda: made, "buffer": value.buffer, "tensor in its memory": there}
+        kept.append(ways.get(how, made))
         apart = made
-        if how == "op of the user's":
+        if how == "op":
             apart = ag.apply_op(lambda t: bridge.view(t, t.shape), lambda grad: [grad], made)
         return ag.mean(ag.add(ag.add(ag.add(apart, 1.0), 1.0), 1.0))
 
@@ -105,6 +108,8 @@ def test_what_somebody_holds_keeps_its_value(queue: cl.CommandQueue, how: str) -
         loss = forward()
         loss.backward()
     found = kept[0]() if how == "closure" else kept[0]
+    if how == "buffer":
+        found = Tensor(found, SHAPE, "float32", queue.context, queue)
     np.testing.assert_array_equal(found.value.to_host(), x.value.to_host() + np.float32(0.5))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core import transfer
 from netcl.nn import BatchNorm2d
 from netcl.nn.state import flatten_state_dict
+from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm
 from netcl.optim.ema import ModelEMA
 
@@ -17,6 +20,7 @@ from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.params import masters
+from clamp.params.parts import KEEPS
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state, plant
@@ -356,6 +360,45 @@ def test_what_a_user_writes_into_a_parameter_is_not_lost(queue: cl.CommandQueue,
     backward(weight, x)
     optimizer.step()
     np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 2 - 2 * 2.0**-6))
+
+
+#: ways to give a tensor other numbers
+WRITES: dict[str, Callable[[Tensor, np.ndarray], Any]] = {
+    "write": lambda tensor, numbers: tensor.write(numbers),
+    "transfer.write": lambda tensor, numbers: transfer.write(tensor.queue, tensor.buffer, numbers),
+    "out=": lambda tensor, numbers: elementwise_binary(
+        (source := to_device(tensor.queue, numbers)), source, expression="MUL(v0, 1.0f)", out=tensor
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize("how", WRITES)
+def test_what_a_user_writes_into_a_master_reaches_its_parameter(queue: cl.CommandQueue, how: str, keeps: Any) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+    optimizer = SGD([weight], lr=2.0**-6)
+    x = ag.tensor(to_device(queue, np.ones((2, 4))))
+    with amp.init(dtype="bfloat16"):
+        masters.narrow([weight], "bfloat16", [optimizer], keep_master=keeps)
+        backward(weight, x)  # of what is derived from the weight nothing may stay
+        WRITES[how](optimizer.params[0], np.full((4, 3), 2.0, np.float32))
+        np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 2.0))
+        np.testing.assert_array_equal(to_numpy(ag.matmul_op(x, ag.tensor(weight)).value), np.full((2, 3), 8.0))
+        optimizer.step()
+    np.testing.assert_array_equal(optimizer.params[0].to_host(), np.full((4, 3), 2 - 2 * 2.0**-6))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_weight_that_is_stepped_twice_follows_both_times(queue: cl.CommandQueue, name: str) -> None:
+    """Tied layers: ``model.parameters()`` has their weight twice, and netcl steps it twice."""
+    weight, x = weight_and_input(queue)
+    amp.init()
+    optimizer = OPTIMIZERS[name]([weight, weight])
+    backward(weight, x)
+    optimizer.step()
+    assert_model_follows([weight], "float16")
+    assert not np.array_equal(to_numpy(weight), np.ones((4, 3)))
 
 
 def test_clipping_keeps_the_masters_precision(queue: cl.CommandQueue) -> None:
