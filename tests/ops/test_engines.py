@@ -52,6 +52,22 @@ def test_small_products(rows: int, dtypes: tuple[str, str], on_cpu: str) -> None
         assert name == gemm.choose(Product(*dtypes, 256, 256, device, rows=rows)).NAME
 
 
+@pytest.mark.parametrize(
+    ("dtype", "parts", "device"),
+    [
+        (BF16, 1, replace(CPU, amx=True)), (F16, 2, replace(CPU, amx=True)), (F16, 1, replace(CPU, amx_fp16=True)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("rows", "batches"), [(128, 1), (64, 2)])
+def test_packing_launches_pay_for_enough_to_multiply(
+    dtype: str, parts: int, device: Capabilities, rows: int, batches: int
+) -> None:
+    def chosen(rows: int | None) -> str:
+        return gemm.choose(Product(dtype, dtype, 128, 128, device, rows=rows, batches=batches)).NAME
+
+    assert (chosen(rows * parts), chosen(rows * parts + 1), chosen(None)) == ("direct", "amx", "amx")
+
+
 @pytest.mark.parametrize("a_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("b_dtype", [F32, F16, BF16])
 def test_products_on_matrix_units(a_dtype: str, b_dtype: str) -> None:

@@ -32,7 +32,7 @@ _MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block
 _BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
-_SMALL = 2**18  # multiply-adds below which a launch is what counts, and odd edges
+_SMALL = 2**21  # multiply-adds of one part up to which launches are what counts: `direct` has one in place of three
 
 #: products by packed operands, by all that they depend on besides the content of their operands
 _products = Prepared(256)
@@ -71,7 +71,10 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Returns whether there is enough to multiply."""
-    return problem.rows is None or problem.rows * problem.columns * problem.k >= _SMALL
+    if problem.rows is None:
+        return True
+    parts = unit_of(problem.device, problem.a_dtype).parts
+    return problem.batches * problem.rows * problem.columns * problem.k > _SMALL * parts
 
 
 def pack(b: Matrix) -> Panels:

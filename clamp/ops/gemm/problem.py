@@ -24,6 +24,7 @@ class Problem:
     device: Capabilities  # what the device can do
     verified: frozenset[str] = frozenset()  # names of the engines that must be verified on the device, and are
     rows: int | None = None  # of op(A), if that is known
+    batches: int = 1  # pairs of matrices multiplied at once
 
     def __str__(self) -> str:
         return f"{self.a_dtype} by {self.b_dtype}"

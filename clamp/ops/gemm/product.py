@@ -111,7 +111,7 @@ def _product(
         b.engine.run(left, b.matrix, c, epilogue)
         return c
     right = _in_place(right)
-    chosen = choose(_problem(right, a.dtype, left.rows, reads), engine)
+    chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
     if key is not None and isinstance(chosen, Binds):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
@@ -169,16 +169,17 @@ def rounds_as_it_reads(
     known: bool | None = _are_rounded.known.get(key)
     if known is None:
         left, right = operand_a(a, transpose_a), operand_b(b, transpose_b)
-        rows = left.rows * (1 if transpose_a else prod(left.batch))
-        chosen = choose(_problem(right, a.dtype, rows, dtype), None)
+        if left.batch and not right.batch and not transpose_a:
+            left = left.as_one_matrix()
+        chosen = choose(_problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch)), None)
         known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
         _are_rounded.keep(key, known)
     return known
 
 
-def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None) -> Problem:
+def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None, batches: int = 1) -> Problem:
     a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
-    return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows)
+    return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows, batches)
 
 
 def _in_place(matrix: Panels | Matrix) -> Matrix:
