@@ -475,4 +475,4 @@ def no_oclgrind_diagnostics() -> object:
 @pytest.fixture
 def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
     """No replay is run and compared with its recording: what was run was run or recorded."""
-    monkeypatch.setattr("clamp.recordings.variants.Recorded.is_due", False)
+    monkeypatch.setattr("clamp.recordings.replayable.Replayable.is_due", False)

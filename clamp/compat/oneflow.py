@@ -225,7 +225,7 @@ class Graph:
             return self._attribution.explain(lambda: self._run(given))
 
     @property
-    def _recorded(self) -> Variants[Any]:
+    def _recorded(self) -> Variants:
         return self._recorder._variants
 
     def _in_region(self) -> AbstractContextManager[Any]:

@@ -101,17 +101,16 @@ class _Recording:
         _live.add(self)
         for pool in [*memory._PERSISTENT_POOLS.values()]:
             _watch(pool)
-        record, plain = cl.Kernel.__call__, self._original_call
-        self._replace(cl.Kernel, "__call__", lambda _: self._call(record, plain))
+        self._replace(cl.Kernel, "__call__", partial(self._call, vars(cl.Kernel)["_orig_call"]))
         self._replace(memory, "get_persistent_pool", self._own_pool)
-        self._replace(cl, "enqueue_fill_buffer", self._fill_buffer)
-        self._replace(cl, "enqueue_svm_memfill", self._fill_svm)
-        self._replace(cl, "enqueue_copy", self._copy)
+        self._replace_here(cl, "enqueue_fill_buffer", _fill_buffer)
+        self._replace_here(cl, "enqueue_svm_memfill", _fill_svm)
+        self._replace_here(cl, "enqueue_copy", _copy)
         for name in ("enqueue_map_buffer", "enqueue_nd_range_kernel"):
-            self._replace(cl, name, self._refused(name, "Launch kernels by calling them; read and write outside."))
+            self._replace_here(cl, name, _refused(name, "Launch kernels by calling them; read and write outside."))
         for name in ("to_host", "to_host_async"):
-            self._replace(Tensor, name, self._refused(f"Tensor.{name}", _READ_ADVICE))
-        self._replace(Tensor, "from_host", self._upload)
+            self._replace_here(Tensor, name, _refused(f"Tensor.{name}", _READ_ADVICE))
+        self._replace_here(Tensor, "from_host", self._upload)
         modules = self._modules
         for cls in bridge.module_classes() if modules is not None else ():
             for name in ("forward", "__call__"):
@@ -176,17 +175,22 @@ class _Recording:
         capture = self._capture()
         return capture.in_host_step() if isinstance(capture, Attempt) else nullcontext()
 
+    @property
+    def _launches(self) -> list[CapturedKernelLaunch]:
+        """What was recorded so far; nothing where the capture is gone."""
+        capture = self._capture()
+        return [] if capture is None else capture._launches
+
     def position(self) -> int:
         """Returns how many launches and host steps there are so far."""
-        capture = self._capture()
-        return 0 if capture is None else len(capture._launches)
+        return len(self._launches)
 
     def repeat(self, begin: int, end: int) -> None:
         """Runs those from one position to another once more."""
-        capture = self._capture()
-        if capture is None or len(capture._launches) < end:
+        launches = self._launches
+        if len(launches) < end:
             raise RuntimeError("a part of a recording was to be repeated that is gone")
-        for launch in capture._launches[begin:end]:
+        for launch in launches[begin:end]:
             launch.kernel(launch.queue, launch.global_size, launch.local_size, *launch.args)
 
     @property
@@ -200,14 +204,10 @@ class _Recording:
         return next((pool.given[where] for pool in self._pools.values() if where in pool.given), None)
 
     def _note_allocation(self, address: Address) -> None:
-        capture = self._capture()
-        if capture is not None:
-            self.allocations.append((len(capture._launches), address))
+        self.allocations.append((len(self._launches), address))
 
     def _note_addresses(self) -> None:
-        capture = self._capture()
-        launches = [] if capture is None else capture._launches
-        self._addresses = {address_of(arg) for launch in launches for arg in launch.args} - {None}
+        self._addresses = {address_of(arg) for launch in self._launches for arg in launch.args} - {None}
 
     def close(self) -> None:
         """Gives the memory back: there is no replay any more. After an interrupt in it, once more does the rest."""
@@ -232,25 +232,25 @@ class _Recording:
 
     def add(self, launch: Callable[..., Any], queue: Any, global_size: Any, local_size: Any, *args: Any) -> None:
         """Appends what stands in a launch's place: a host step, or a launch whose arguments change."""
-        capture = self._capture()
-        if capture is not None:
-            capture._launches.append(CapturedKernelLaunch(launch, queue, global_size, local_size, args))
-
-    @property
-    def _original_call(self) -> Callable[..., Any]:
-        capture = self._capture()
-        assert capture is not None
-        return capture._orig_call
+        self._launches.append(CapturedKernelLaunch(launch, queue, global_size, local_size, args))
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = vars(owner)[name]
         self._undo.append((owner, name, original))
         setattr(owner, name, make(original))
 
+    def _replace_here(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Puts ``ours(original, ...)`` over a function, for where this recording is on."""
+
+        def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+            return ours(wrapped, *args, **kwargs) if self._is_on() else wrapped(*args, **kwargs)
+
+        self._replace(owner, name, lambda original: wrapt.FunctionWrapper(original, call))
+
     def _is_on(self) -> bool:
         return recorder() is self
 
-    def _call(self, record: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, plain: Callable[..., Any], record: Callable[..., Any]) -> Callable[..., Any]:
         def call(kernel: Any, queue: Any, global_size: Any, local_size: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_on():
                 return plain(kernel, queue, global_size, local_size, *args, **kwargs)
@@ -274,65 +274,42 @@ class _Recording:
 
         return get_persistent_pool
 
-    def _fill_buffer(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enqueue_fill_buffer(
-            queue: Any, mem: Any, pattern: Any, offset: int, size: int, wait_for: Any = None
-        ) -> Any:
-            if not self._is_on():
-                return original(queue, mem, pattern, offset, size, wait_for)
-            return transfer.fill(queue, mem, pattern, int(offset), int(size))
+    def _upload(self, from_host: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        capture: Any = self._capture()
+        given: Any = args[1] if len(args) > 1 else kwargs.get("data")
+        if isinstance(capture, Attempt) and is_host_value(given):
+            with unrecorded():  # each replay brings the array of its call
+                return capture.upload(from_host, given, args, kwargs)
+        refuse("Tensor.from_host was called", _INPUT_ADVICE)
+        return from_host(*args, **kwargs)
 
-        return enqueue_fill_buffer
 
-    def _fill_svm(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enqueue_svm_memfill(
-            queue: Any, dest: Any, pattern: Any, byte_count: int | None = None, wait_for: Any = None
-        ) -> Any:
-            if not self._is_on():
-                return original(queue, dest, pattern, byte_count, wait_for)
-            dest = dest if isinstance(dest, cl.SVMPointer) else cl.SVM(dest)
-            return transfer.fill(queue, dest, pattern, 0, int(dest.size if byte_count is None else byte_count))
+def _fill_buffer(_: Any, queue: Any, mem: Any, pattern: Any, offset: int, size: int, wait_for: Any = None) -> Any:
+    return transfer.fill(queue, mem, pattern, int(offset), int(size))
 
-        return enqueue_svm_memfill
 
-    def _copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def enqueue_copy(queue: Any, dest: Any, src: Any, **kwargs: Any) -> Any:
-            if not self._is_on():
-                return original(queue, dest, src, **kwargs)
-            known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
-            if not (known and _on_device(dest) and _on_device(src)):
-                refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
-                return original(queue, value_now(dest), value_now(src), **kwargs)
-            begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
-            size = kwargs.get("byte_count")
-            size = min(src.size - begin, dest.size - to) if size is None else int(size)
-            return transfer.copy(queue, dest, src, size, begin, to)
+def _fill_svm(_: Any, queue: Any, dest: Any, pattern: Any, byte_count: int | None = None, wait_for: Any = None) -> Any:
+    dest = dest if isinstance(dest, cl.SVMPointer) else cl.SVM(dest)
+    return transfer.fill(queue, dest, pattern, 0, int(dest.size if byte_count is None else byte_count))
 
-        return enqueue_copy
 
-    def _upload(self, original: Any) -> Any:
-        @wrapt.decorator
-        def from_host(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-            if not self._is_on():
-                return wrapped(*args, **kwargs)
-            capture: Any = self._capture()
-            given: Any = args[1] if len(args) > 1 else kwargs.get("data")
-            if isinstance(capture, Attempt) and is_host_value(given):
-                with unrecorded():  # each replay brings the array of its call
-                    return capture.upload(wrapped, given, args, kwargs)
-            refuse("Tensor.from_host was called", _INPUT_ADVICE)
-            return wrapped(*args, **kwargs)
+def _copy(original: Callable[..., Any], queue: Any, dest: Any, src: Any, **kwargs: Any) -> Any:
+    known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
+    if not (known and _on_device(dest) and _on_device(src)):
+        refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
+        return original(queue, value_now(dest), value_now(src), **kwargs)
+    begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
+    size = kwargs.get("byte_count")
+    size = min(src.size - begin, dest.size - to) if size is None else int(size)
+    return transfer.copy(queue, dest, src, size, begin, to)
 
-        return from_host(original)
 
-    def _refused(self, name: str, instead: str) -> Callable[[Any], Any]:
-        @wrapt.decorator
-        def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-            if self._is_on():
-                refuse(f"{name} was called", instead)
-            return wrapped(*args, **kwargs)
+def _refused(name: str, instead: str) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse(f"{name} was called", instead)
+        return original(*args, **kwargs)
 
-        return call
+    return call
 
 
 def _on_device(storage: Any) -> bool:

@@ -90,7 +90,7 @@ class RecordedFunction:
             raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{self._name}()"
-        self._variants: Variants[Replayable] = Variants(self._name, self._code)
+        self._variants = Variants(self._name, self._code)
         self._lock = threading.RLock()
         self._warned = False
         self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
@@ -129,7 +129,7 @@ class RecordedFunction:
         if call.trouble:
             self._say(call.trouble)
         else:
-            recorded = self._variants.find(key, call.tensors, lambda recorded: recorded.fits(known))
+            recorded = self._variants.find(key, call.tensors, known)
         if recorded is not None and not recorded.is_due:
             return self._replay(call, known, recorded)
         if call.trouble or self._variants.runs_always(key):

@@ -311,12 +311,6 @@ def dependencies_of(capture: KernelCapture) -> Dependencies:
     return found
 
 
-def require_fit(capture: KernelCapture) -> None:
-    """Raises RuntimeError if a recording does not give what the pass itself gives now."""
-    if change := dependencies_of(capture).change():
-        raise stale(change)
-
-
 def stale(why: str) -> RuntimeError:
     """The error for a replay that would not give what the pass itself gives now."""
     return RuntimeError(

@@ -19,7 +19,7 @@ from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
-from clamp.recordings.memory import Residents, dependencies_of, require_fit, stale
+from clamp.recordings.memory import Residents, dependencies_of, stale
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
@@ -131,7 +131,16 @@ class ReplayPlan:
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Raises what ``run`` raises."""
         refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
-        self._check(inputs)
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
+        if len(inputs) != len(self._inputs):
+            raise ValueError(f"the recording has {len(self._inputs)} inputs, got {len(inputs)}")
+        for index, (x, (shape, dtype, queue)) in enumerate(zip(inputs, self._inputs, strict=True)):
+            if tuple(x.shape) != shape or x.dtype != dtype or x.queue != queue:
+                raise ValueError(
+                    f"inputs[{index}] was recorded as {dtype} of shape {shape}, got {x.dtype} of shape "
+                    f"{tuple(x.shape)}{'' if x.queue == queue else ' on another queue'}: record another graph for it"
+                )
         if misfit := self.misfit(inputs) or self._dependencies.change():
             raise stale(misfit)
 
@@ -161,18 +170,6 @@ class ReplayPlan:
         except BaseException:
             forget_late()  # later there is nothing to repeat
             raise
-
-    def _check(self, inputs: Sequence[Tensor]) -> None:
-        if threading.get_ident() != self._thread:
-            raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
-        if len(inputs) != len(self._inputs):
-            raise ValueError(f"the recording has {len(self._inputs)} inputs, got {len(inputs)}")
-        for index, (x, (shape, dtype, queue)) in enumerate(zip(inputs, self._inputs, strict=True)):
-            if tuple(x.shape) != shape or x.dtype != dtype or x.queue != queue:
-                raise ValueError(
-                    f"inputs[{index}] was recorded as {dtype} of shape {shape}, got {x.dtype} of shape "
-                    f"{tuple(x.shape)}{'' if x.queue == queue else ' on another queue'}: record another graph for it"
-                )
 
 
 def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
@@ -243,7 +240,8 @@ def replay(wrapped: Any, instance: KernelCapture, /, rebind: Any = None) -> None
 def _follow(capture: KernelCapture) -> None:
     recording = recording_of(capture)
     if recording is not None:
-        require_fit(capture)
+        if change := dependencies_of(capture).change():
+            raise stale(change)
         recording.rebind()
 
 

@@ -21,7 +21,6 @@ from clamp.recordings.comparison import allocation_of, difference
 from clamp.recordings.gradients import Entries, Gradients, Known
 from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
-from clamp.recordings.variants import Recorded
 from clamp.recordings.watch import Watch
 
 RESULT_OP = "amp.record"  # name of the nodes that stand for results
@@ -70,7 +69,7 @@ class Made:
         return bridge.take_storage(self.tensor) if self.size else gradient_marks.copied(self.tensor)
 
 
-class Replayable(Recorded):
+class Replayable:
     """A recorded call.
 
     Args:
@@ -82,6 +81,11 @@ class Replayable(Recorded):
         had: ids of arguments that had a gradient before.
         state: tensors that it knows.
         watch: the host's state now.
+
+    Attributes:
+        plan: its launches.
+        watch: the host's state after it.
+        calls: how many it could be replayed for.
 
     Raises:
         CannotReplay: it reads or returns what no replay has.
@@ -114,7 +118,7 @@ class Replayable(Recorded):
         gradients.held.met += [made.tensor for made in self._made.values() if made.size]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
-        super().__init__(ReplayPlan(attempt, given, self._state.values(), moving), watch)
+        self.plan, self.watch, self.calls = ReplayPlan(attempt, given, self._state.values(), moving), watch, 0
 
     def _note_results(self, result: Any) -> None:
         self._result = self._mapped(result, self._kept)
@@ -206,7 +210,12 @@ class Replayable(Recorded):
 
     # ------------------------------------------------------------------------------------------ replays
 
-    def fits(self, known: Known) -> str:
+    @property
+    def is_due(self) -> bool:
+        """Whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every 1,000th."""
+        return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
+
+    def unlike_gradients(self, known: Known) -> str:
         """Returns what of the gradients that are there is not as it was; empty if it is all as it was."""
         return self._gradients.change(known)
 
@@ -350,7 +359,7 @@ class InPlace(Replayable):
     def _note_inputs(self) -> None:
         self._inputs, self._entered = list(range(len(self._call.tensors))), []
 
-    def fits(self, known: Known) -> str:
+    def unlike_gradients(self, known: Known) -> str:
         return ""  # it finds none
 
     def _leave(self, call: Arguments, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from clamp.bridge import Tensor, address_of
 from clamp.recordings.arguments import Key, what_differs
-from clamp.recordings.replay import ReplayPlan
+from clamp.recordings.gradients import Known
+from clamp.recordings.replayable import Replayable
 from clamp.recordings.watch import Watch
 from clamp.scaling.step_report import warn_user
 
@@ -28,47 +28,26 @@ _UNREPAID = 48  # recordings after which each must have been replayed three time
 _RETRIES = 8  # recordings in a row of one kind that no call could use
 
 
-@dataclass
-class Recorded:
-    """A recorded call.
-
-    Attributes:
-        plan: its launches.
-        watch: the host's state after it.
-        calls: how many it could be replayed for.
-    """
-
-    plan: ReplayPlan
-    watch: Watch
-    calls: int = field(default=0, init=False)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every 1,000th."""
-        return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
-
-    def misfit(self, inputs: Sequence[Tensor]) -> str:
-        """Returns why a call with these inputs cannot replay it; empty if it can."""
-        return self.plan.misfit(inputs) if self.watch.holds() else self.watch.change()
-
-
-R = TypeVar("R", bound=Recorded)
 Strangers = Sequence["weakref.ref[Tensor]"]  # as ReplayPlan.strangers
 
 
 @dataclass
-class _Kind(Generic[R]):
+class _Kind:
     """The calls of one key."""
 
     ran: Watch | None = None  # the state after the last run
-    doubted: R | None = None  # recorded, and not replayed before another recording uses the same tensors
-    kept: list[R] = field(default_factory=list)
+    doubted: Replayable | None = None  # recorded, and not replayed before another recording uses the same tensors
+    kept: list[Replayable] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
     why: str = ""  # what kept the last call from replaying
     never: bool = False  # runs as it is, always
 
+    def run_always(self) -> None:
+        self.kept.clear()
+        self.doubted, self.never = None, True
 
-class Variants(Generic[R]):
+
+class Variants:
     """Recordings of one graph.
 
     Args:
@@ -78,8 +57,8 @@ class Variants(Generic[R]):
 
     def __init__(self, name: str, code: str) -> None:
         self._name, self._code = name, code
-        self._kinds: OrderedDict[Key, _Kind[R]] = OrderedDict()
-        self._newest: _Kind[R] | None = None  # the last of them: keys are slow to look up
+        self._kinds: OrderedDict[Key, _Kind] = OrderedDict()
+        self._newest: _Kind | None = None  # the last of them: keys are slow to look up
         self._strangers = self._made = self._replays = 0
         self._stopped = False  # nothing is recorded any more; what has been is replayed
         self._warned = self._differed = self._never = False
@@ -97,18 +76,18 @@ class Variants(Generic[R]):
         """Returns how many there are."""
         return sum(len(kind.kept) for kind in self._kinds.values())
 
-    def find(self, key: Key, inputs: Sequence[Tensor], besides: Callable[[R], str] = lambda _: "") -> R | None:
+    def find(self, key: Key, inputs: Sequence[Tensor], known: Known) -> Replayable | None:
         """A recording that gives what running the pass on these inputs gives now; None if there is none.
 
         Args:
-            besides: what else may keep a recording from being replayed, in words.
+            known: of the gradients that are there.
         """
         kind = self._kinds.get(key)
         if kind is None:
             return None
         self._make_newest(key, kind)
         for recorded in reversed(kind.kept):
-            kind.why = besides(recorded) or recorded.misfit(inputs)
+            kind.why = recorded.unlike_gradients(known) or recorded.misfit(inputs)
             if not kind.why:
                 kind.unused = self._strangers = 0
                 recorded.calls += 1
@@ -132,7 +111,7 @@ class Variants(Generic[R]):
         """The pass has run, and was not recorded."""
         self._kind(key).ran = watch
 
-    def add(self, key: Key, recorded: R, before: Watch) -> None:
+    def add(self, key: Key, recorded: Replayable, before: Watch) -> None:
         """The pass has been recorded.
 
         Args:
@@ -158,7 +137,7 @@ class Variants(Generic[R]):
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         self._make_room()
 
-    def differs(self, key: Key, recorded: R, why: str) -> None:
+    def differs(self, key: Key, recorded: Replayable, why: str) -> None:
         """The pass, run in place of a replay, did something else than that would have. It is recorded anew, and after
         the second time nothing is any more.
 
@@ -179,15 +158,12 @@ class Variants(Generic[R]):
 
     def runs_always(self, key: Key) -> bool:
         """Returns whether calls of this key run as they are, for good."""
-        kind: _Kind[R] = self._kinds.get(key, _Kind())
+        kind = self._kinds.get(key, _Kind())
         return self._never or kind.never or (self._stopped and not kind.kept)
 
     def run_always(self, key: Key) -> None:
         """Calls of this key cannot be recorded: they run as they are from now on."""
-        kind = self._kind(key)
-        kind.kept.clear()
-        kind.doubted = None
-        kind.never = True
+        self._kind(key).run_always()
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -198,14 +174,14 @@ class Variants(Generic[R]):
         for watch, before in flags:
             watch.follow(before)
 
-    def _kind(self, key: Key) -> _Kind[R]:
+    def _kind(self, key: Key) -> _Kind:
         kind = self._kinds.setdefault(key, _Kind())
         self._make_newest(key, kind)
         while len(self._kinds) > MOST_KEYS:
             self._kinds.popitem(last=False)
         return kind
 
-    def _make_newest(self, key: Key, kind: _Kind[R]) -> None:
+    def _make_newest(self, key: Key, kind: _Kind) -> None:
         if kind is not self._newest:
             self._kinds.move_to_end(key)
             self._newest = kind
@@ -215,10 +191,8 @@ class Variants(Generic[R]):
             while kind.kept and self.recordings > MOST_RECORDINGS:
                 kind.kept.pop(0)
 
-    def _run_always(self, kind: _Kind[R], why: str) -> None:
-        kind.kept.clear()
-        kind.doubted = None
-        kind.never = True
+    def _run_always(self, kind: _Kind, why: str) -> None:
+        kind.run_always()
         self._warn(why)
 
     def _stop(self, why: str) -> None:
@@ -240,7 +214,7 @@ class Variants(Generic[R]):
         )
 
 
-def _parted(strangers: Strangers, doubted: Recorded | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _parted(strangers: Strangers, doubted: Replayable | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Tensors of unknown origin that one recording uses, and the one before does not, and the other way round."""
     now = [ref() for ref in strangers]
     then = [ref() for ref in ([] if doubted is None else doubted.plan.strangers)]
@@ -248,17 +222,17 @@ def _parted(strangers: Strangers, doubted: Recorded | None) -> tuple[list[Tensor
     return new, [y for y in then if y is None or all(x is not y for x in now)]
 
 
-def _took_others(strangers: Strangers, doubted: Recorded | None) -> bool:
+def _took_others(strangers: Strangers, doubted: Replayable | None) -> bool:
     """Returns whether a recording uses such a tensor in the place of another one."""
     new, old = _parted(strangers, doubted)
     return any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old)
 
 
-def _are_the_same(strangers: Strangers, doubted: Recorded | None) -> bool:
+def _are_the_same(strangers: Strangers, doubted: Replayable | None) -> bool:
     return doubted is not None and _parted(strangers, doubted) == ([], [])
 
 
-def _replaced(before: Watch, recorded: Recorded) -> bool:
+def _replaced(before: Watch, recorded: Replayable) -> bool:
     """Returns whether a pass reads a tensor that is another one after it: the next run would read that."""
     still = {id(tensor) for tensor in recorded.watch.tensors}
     used = recorded.plan.addresses

@@ -33,7 +33,8 @@ from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.recordings import capture, comparison
 from clamp.recordings.code_names import imported
-from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS, Recorded
+from clamp.recordings.replayable import Replayable
+from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
 from tests.reference import to_device
@@ -198,7 +199,7 @@ def test_memory_that_nobody_knows_stands_for_other_memory_one_by_one(places: lis
 
 
 def test_which_calls_are_run_and_compared() -> None:
-    recorded, due = Recorded(None, None), []  # type: ignore[arg-type]
+    recorded, due = Replayable.__new__(Replayable), []
     for recorded.calls in range(3001):
         due += [recorded.calls] * recorded.is_due
     assert due == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2000, 2048, 3000]
