@@ -27,7 +27,6 @@ from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery, graphs
-from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cast, weights
 
 
@@ -43,9 +42,13 @@ class Operand:
         parent: the node (or bare tensor) that the gradient goes to.
         value: the tensor that the kernels read.
         weight: the parameter whose derived values the weight cache may hold; None if it must not, or is none.
+        is_late: whether the value is made when somebody asks for it.
+        is_copy: whether that is a copy of a weight, which goes when backward has read it.
+        goes_at_once: whether it goes after the forward where no input's gradient reads it.
     """
 
     __slots__ = ("parent", "value", "weight")
+    is_late = is_copy = goes_at_once = False
 
     def __init__(self, parent: TensorLike, value: Tensor, weight: Tensor | None = None) -> None:
         self.parent = parent
@@ -96,138 +99,15 @@ class Operand:
         """Called when backward does not read the value, either."""
         self.value = _NOT_READ
 
-
-_NOT_READ: Any = None
-
-
-class _LateOperand(Operand):
-    """A tensor read in another dtype, most often float32 in 16 bits: the copy is made when somebody asks for it."""
-
-    __slots__ = ("_dtype", "_value")
-
-    def __init__(self, parent: TensorLike, dtype: str) -> None:
-        self.parent = parent
-        self.weight = None
-        self._dtype = dtype
-        self._value: Tensor | None = None
-
-    @property
-    def dtype(self) -> str:
-        return self._dtype
-
-    @property
-    def source(self) -> Tensor:
-        return bridge.value_of(self.parent) if self._value is None else self._value
-
-    def is_not_read(self) -> None:
-        """Its copies go by rules of their own."""
-
-
-_SMALL_COPY = 1 << 14  # bytes
-
-
-class InputOperand(_LateOperand):
-    """A float32 input that needs no gradient, read in 16 bits.
-
-    The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
-    activation memory. The copy is dropped after forward and made again if backward asks for it; a small one, which
-    costs less than a launch, stays.
-    """
-
-    __slots__ = ()
-
-    @property
-    def value(self) -> Tensor:
-        if self._value is None:
-            self._value = cast(self.parent.value, self._dtype)
-        return self._value
-
-    def forward_done(self) -> None:
-        if self._value is not None and bridge.nbytes(self._value) > _SMALL_COPY:
-            self._value = None
-
-
-_LARGE = 1 << 16  # bytes of a copy that it is worth to look for another backward for
-
-
-class WeightOperand(_LateOperand):
-    """A float32 parameter whose 16-bit copy is not there yet: a product that reads the parameter itself makes it.
-
-    Backward, and who reads the parameter later in the iteration, find the copy: what the parameter was in the forward.
-    It goes when a backward that no other will follow has read it (`is_last`), unless other ops have yet to. Another
-    backward through the op after all makes it again from the parameter, which must be what it was.
-    """
-
-    __slots__ = ("_made", "_report")
-    _weakly = False  # whether the copy is kept only as long as somebody holds it
-
-    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
-        super().__init__(parent, dtype)
-        self.weight: Tensor = bridge.value_of(parent)
-        self._report = report
-        self._made = moment()
-
-    @property
-    def value(self) -> Tensor:
-        if self._value is None:
-            self._require_unwritten()
-            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self._weakly)
-        return self._value
-
-    @property
-    def source(self) -> Tensor:
-        # A weight times itself: the copy that the operand on the left has just made.
-        if self._value is None:
-            self._value = weights.known(self.weight, ("cast", self._dtype))
-        return super().source
-
-    def was_made(self, copy: Tensor) -> None:
-        """The copy has been made elsewhere."""
-        self._report("float32", self._dtype)
-        self._value = copy
-        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
-
     def goes(self) -> bool:
         """Returns whether the copy is dropped when the backward that runs has read it."""
-        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.is_last()
+        return False
 
     def drop(self) -> None:
-        """Called when only another backward may still read the value."""
-        if self._value is not None:
-            weights.loosen(self.weight, ("cast", self._dtype), self._value)
-            self._value = None
-
-    def _require_unwritten(self) -> None:
-        if changed_since(self.weight, self._made):
-            raise RuntimeError(
-                f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy was "
-                "dropped after the first, and the parameter was written to since: run both backwards before the step, "
-                "or write loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the first one; "
-                'with enable_caching="last_use", pass enable_caching=True as well'
-            )
+        """Called when only another backward may still read the copy."""
 
 
-class LastUseOperand(WeightOperand):
-    """As a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
-    it: whatever backward has read it is the last."""
-
-    __slots__ = ("_derived",)
-    _weakly = True
-
-    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
-        super().__init__(parent, dtype, report)
-        self._derived: dict[Hashable, Any] = {}
-
-    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
-        return value
-
-    def goes(self) -> bool:
-        return True
-
-    def drop(self) -> None:
-        super().drop()
-        self._derived.clear()
+_NOT_READ: Any = None
 
 
 class Casting(Protocol):
@@ -319,15 +199,6 @@ def widest(*dtypes: str) -> str:
     return kinds.pop() if len(kinds) == 1 else "float32"
 
 
-def cached_cast(tensor: Tensor, dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Tensor:
-    """A parameter's value in another dtype, made once for as long as the parameter is not written."""
-
-    if use_cache:
-        return weight_cast(tensor, dtype, report, weakly=use_cache == LAST_USE)
-    report(tensor.dtype, dtype)
-    return cast(tensor, dtype)
-
-
 def say_nothing(source: str, target: str) -> None:
     """Says nothing of a cast that nobody asks about."""
 
@@ -339,9 +210,9 @@ def cast_node(
     value = bridge.value_of(x)
     if bridge.STORAGE[value.dtype] == bridge.STORAGE[dtype]:
         return x
-    if bridge.is_leaf(x) and bridge.is_weight(value):
+    if use_cache and bridge.is_leaf(x) and bridge.is_weight(value):
+        out = weight_cast(value, dtype, report, weakly=use_cache == LAST_USE)
         # A tensor of its own for each node: the engine adds to the gradient it finds on a node's tensor.
-        out = cached_cast(value, dtype, report, use_cache)
         out = bridge.view(out, out.shape)
     else:
         report(value.dtype, dtype)
@@ -378,12 +249,12 @@ def bound(
     operands: list[Operand] = []
     for key in gradients:
         operands += key if isinstance(key, tuple) else (key,)
-    late = [operand for operand in operands if isinstance(operand, _LateOperand)]
+    late = [operand for operand in operands if operand.is_late]
     for operand in late:
         operand.forward_done()
-        if type(operand) is LastUseOperand and _are_leaves(operands):  # a first layer's: read for no input's gradient
+        if operand.goes_at_once and _are_leaves(operands):  # a first layer's: read for no input's gradient
             operand.drop()
-    copies = [operand for operand in late if isinstance(operand, WeightOperand)] if late else []
+    copies = [operand for operand in late if operand.is_copy] if late else []
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         wanted = [operand for operand in operands if bridge.needs_grad(operand.parent)]
@@ -438,7 +309,7 @@ def _are_leaves(operands: Iterable[Operand]) -> bool:
     return all(bridge.is_leaf(operand.parent) for operand in operands)
 
 
-def _drop(operands: Iterable[WeightOperand]) -> None:
+def _drop(operands: Iterable[Operand]) -> None:
     for operand in operands:
         operand.drop()
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from clamp import bridge
-from clamp.bridge import TensorLike
+from clamp.bridge import Tensor, TensorLike
 from clamp.casting.arguments import reporter, tensors_in
-from clamp.casting.operands import (
-    Casting,
-    InputOperand,
-    LastUseOperand,
-    Operand,
-    WeightOperand,
-    cast_node,
-    owned_value,
-    widest,
-)  # fmt: skip
+from clamp.casting.operands import Casting, Operand, cast_node, owned_value, widest
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import LAST_USE, Caching, Region
 from clamp.ops.cast import cast
+from clamp.params import delivery
+from clamp.params.updates import changed_since, moment
+from clamp.params.weight_cache import Value, weight_cast, weights
 
 
 class Policy(ABC):
@@ -121,6 +115,139 @@ class Match(Policy):
 
     def result_dtype(self, *operands: Operand) -> str:
         return bridge.canonical_dtype(operands[0].value.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- read in 16 bits
+
+
+class _LateOperand(Operand):
+    """A tensor read in another dtype, most often float32 in 16 bits: the copy is made when somebody asks for it."""
+
+    __slots__ = ("_dtype", "_value")
+    is_late = True
+
+    def __init__(self, parent: TensorLike, dtype: str) -> None:
+        self.parent = parent
+        self.weight = None
+        self._dtype = dtype
+        self._value: Tensor | None = None
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def source(self) -> Tensor:
+        return bridge.value_of(self.parent) if self._value is None else self._value
+
+    def is_not_read(self) -> None:
+        """Its copies go by rules of their own."""
+
+
+_SMALL_COPY = 1 << 14  # bytes
+
+
+class InputOperand(_LateOperand):
+    """A float32 input that needs no gradient, read in 16 bits.
+
+    The user holds the float32 input anyway; keeping its 16-bit copy for backward as well would add to the
+    activation memory. The copy is dropped after forward and made again if backward asks for it; a small one, which
+    costs less than a launch, stays.
+    """
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._value = cast(self.parent.value, self._dtype)
+        return self._value
+
+    def forward_done(self) -> None:
+        if self._value is not None and bridge.nbytes(self._value) > _SMALL_COPY:
+            self._value = None
+
+
+_LARGE = 1 << 16  # bytes of a copy that it is worth to look for another backward for
+
+
+class WeightOperand(_LateOperand):
+    """A float32 parameter whose 16-bit copy is not there yet: a product that reads the parameter itself makes it.
+
+    Backward, and who reads the parameter later in the iteration, find the copy: what the parameter was in the forward.
+    It goes when a backward that no other will follow has read it (`is_last`), unless other ops have yet to. Another
+    backward through the op after all makes it again from the parameter, which must be what it was.
+    """
+
+    __slots__ = ("_made", "_report")
+    is_copy = True
+    _weakly = False  # whether the copy is kept only as long as somebody holds it
+
+    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
+        super().__init__(parent, dtype)
+        self.weight: Tensor = bridge.value_of(parent)
+        self._report = report
+        self._made = moment()
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._require_unwritten()
+            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self._weakly)
+        return self._value
+
+    @property
+    def source(self) -> Tensor:
+        # A weight times itself: the copy that the operand on the left has just made.
+        if self._value is None:
+            self._value = weights.known(self.weight, ("cast", self._dtype))
+        return super().source
+
+    def was_made(self, copy: Tensor) -> None:
+        """The copy has been made elsewhere."""
+        self._report("float32", self._dtype)
+        self._value = copy
+        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
+
+    def goes(self) -> bool:
+        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.is_last()
+
+    def drop(self) -> None:
+        if self._value is not None:
+            weights.loosen(self.weight, ("cast", self._dtype), self._value)
+            self._value = None
+
+    def _require_unwritten(self) -> None:
+        if changed_since(self.weight, self._made):
+            raise RuntimeError(
+                f"backward runs a second time through an op of a parameter of shape {self.shape} whose 16-bit copy was "
+                "dropped after the first, and the parameter was written to since: run both backwards before the step, "
+                "or write loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the first one; "
+                'with enable_caching="last_use", pass enable_caching=True as well'
+            )
+
+
+class LastUseOperand(WeightOperand):
+    """As a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
+    it: whatever backward has read it is the last."""
+
+    __slots__ = ("_derived",)
+    _weakly = goes_at_once = True
+
+    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
+        super().__init__(parent, dtype, report)
+        self._derived: dict[Hashable, Any] = {}
+
+    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
+        return value
+
+    def goes(self) -> bool:
+        return True
+
+    def drop(self) -> None:
+        super().drop()
+        self._derived.clear()
 
 
 class Half(Policy):

@@ -123,7 +123,7 @@ class ModuleRule:
         return f"{self.pattern}: {self.dtype}"
 
 
-def module_rules(modules: Mapping[str, bridge.DTypeLike] | None, what: str = "modules") -> tuple[ModuleRule, ...]:
+def module_rules(modules: Mapping[str, bridge.DTypeLike] | None) -> tuple[ModuleRule, ...]:
     """The rules of a mapping from patterns to dtypes; none of None.
 
     Raises:
@@ -132,14 +132,14 @@ def module_rules(modules: Mapping[str, bridge.DTypeLike] | None, what: str = "mo
     """
     if modules is None:
         return ()
-    takes = f'{what} takes a dict of patterns and dtypes, such as {{"head.*": "float32"}}'
+    takes = 'modules takes a dict of patterns and dtypes, such as {"head.*": "float32"}'
     if not isinstance(modules, Mapping):
         raise TypeError(f"{takes}, got {modules!r}")
     for pattern in modules:
         if not isinstance(pattern, str):
             raise TypeError(f"{takes}; a pattern is a text, for the paths of modules, got {pattern!r}")
     return tuple(
-        ModuleRule(pattern, check_dtype(dtype, f"dtype for {what}[{pattern!r}]")) for pattern, dtype in modules.items()
+        ModuleRule(pattern, check_dtype(dtype, f"dtype for modules[{pattern!r}]")) for pattern, dtype in modules.items()
     )
 
 

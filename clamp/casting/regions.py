@@ -268,16 +268,17 @@ def same_around() -> Callable[[], AbstractContextManager[None]]:
 
 def casting_in(region: Region | None) -> AbstractContextManager[None]:
     """Inside the ``with``, ops cast as inside of ``called_in``."""
-    return _inside(region, region is None)
-
-
-def in_region(region: Region) -> AbstractContextManager[None]:
-    """Makes ``region`` hold for this thread inside the ``with``; within an op, ops still do not cast."""
-    return _inside(region)
+    return in_region(region, region is None)
 
 
 @contextmanager
-def _inside(region: Region | None, in_op: bool | None = None) -> Iterator[None]:
+def in_region(region: Region | None, in_op: bool | None = None) -> Iterator[None]:
+    """Makes ``region`` hold for this thread inside the ``with``; within an op, ops still do not cast.
+
+    Args:
+        region: None: the one around.
+        in_op: whether the inside counts as that of an op; as around if not given.
+    """
     outer = this_thread.around
     inner = Around(_changed(region) or outer.region, outer.in_op if in_op is None else in_op, outer)
     try:
@@ -306,7 +307,7 @@ def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
     try:
         try:
             _change_by(change)
-            with _inside(thread_region()):
+            with in_region(thread_region()):
                 yield
         finally:
             _change_by(None)

@@ -72,35 +72,21 @@ def _add(add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor)
     return add(first, second)
 
 
-def _stepped(report: Any) -> None:
-    pass
-
-
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
 _in_backward = of_threads(Flag())  # of netcl's engine, while somebody looks
 
 
-def _backward_is(under_way: bool) -> AbstractContextManager[None]:
-    """Inside the ``with``, what this thread computes is a step of a gradient, and nobody is told of it; or it is not,
-    as what an observer computes."""
-    return holding(_in_backward, "on", under_way)
-
-
-def _stepping(params: Sequence[Tensor]) -> None:
-    pass
-
-
 def forward_again() -> AbstractContextManager[None]:
     """Inside the ``with``, ops are told of in backward, too: whoever looks there computes a forward once more."""
-    return _backward_is(False)
+    return holding(_in_backward, "on", False)
 
 
 def untold() -> AbstractContextManager[None]:
     """Inside the ``with``, what this thread computes is no op of its step: nobody is told of it."""
-    return _backward_is(True)
+    return holding(_in_backward, "on", True)
 
 
 class _Results:
@@ -164,11 +150,10 @@ class _Results:
         if self._observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
             self.backward, self.add = self._backward_seen, self._add_seen
-            self.stepping = self._before_step if any(map(_looks_before, self._observers)) else _stepping
-            self.stepped = self._step_seen
+            self.stepping, self.stepped = self._before_step, self._step_seen
         else:
             self.own, self.foreign, self.netcls = note_result, _foreign, _netcls
-            self.backward, self.add, self.stepping, self.stepped = _backward, _add, _stepping, _stepped
+            self.backward, self.add, self.stepping, self.stepped = _backward, _add, _nothing, _nothing
 
     def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         return self._seen(note_result(made, parents), parents)
@@ -200,11 +185,11 @@ class _Results:
     def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
         # Nodes that a user made by hand have passed nowhere.
         if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
-            with _backward_is(False):
+            with forward_again():
                 for node in bridge.in_order(loss):
                     if node.parents and not hasattr(node, "is_observed") and _are_there(node, *node.parents):
                         self._seen(node, node.parents)
-        with _backward_is(True):
+        with untold():
             run(loss, grad)
         for observer in self._observers:
             observer.backward_ended(loss, grad)
@@ -214,14 +199,14 @@ class _Results:
             return add(first, second)
         # The same bits, and both stay what they were for whoever looks at them later.
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
-        with _backward_is(False):
+        with forward_again():
             for observer in self._observers:
                 observer.added(made, first, second)
         return made
 
     def _before_step(self, params: Sequence[Tensor]) -> None:
         gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
-        for observer in filter(_looks_before, self._observers):
+        for observer in self._observers:
             observer.stepping(gradients)
 
     def _step_seen(self, report: Any) -> None:
@@ -234,14 +219,10 @@ def _are_there(*nodes: Node) -> bool:
     return not any(isinstance(node.value, bridge.LetGo) for node in nodes)
 
 
-def _looks_before(observer: Observer) -> bool:
-    return type(observer).stepping is not Observer.stepping
-
-
 def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:
     def run_and_tell(grad: Tensor) -> Any:
         grads = run(grad)
-        with _backward_is(False):
+        with forward_again():
             for observer, token in told:
                 observer.gradients(token, grad, grads, run)
         return grads

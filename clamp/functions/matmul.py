@@ -12,7 +12,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, WeightOperand, as_is, as_node, bound
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound
+from clamp.casting.policies import WeightOperand
 from clamp.casting.registry import implements
 from clamp.functions.recompute import asked_before, computed
 from clamp.ops.elementwise import elementwise

@@ -171,7 +171,7 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
             enqueued.setdefault(debug, names)
             assert enqueued[debug] == names
         assert not RESULTS.watched
-        assert RESULTS.stepping.__name__ == "_stepping"
+        assert RESULTS.stepping.__name__ == "_nothing"
         assert LISTENERS == []
     notes = ["note", "squares", "total"]
     assert [name for name in enqueued["summary"] if name not in notes] == enqueued[None]

@@ -17,7 +17,7 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
-from clamp.casting import operands
+from clamp.casting import policies
 from clamp.params import graphs
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
 from tests.reference import to_device
@@ -287,7 +287,7 @@ def test_copies_of_weights_that_go_after_their_last_use_change_no_bit(
     weights have moved since raises: its copies are gone."""
     numbers = []
     for goes in (False, True):
-        monkeypatch.setattr(operands, "_LARGE", 0 if goes else 1 << 60)
+        monkeypatch.setattr(policies, "_LARGE", 0 if goes else 1 << 60)
         setting = Setting(queue, enable_caching=caching if goes else True)
         if goes and caching == "last_use" and loop in MOVED:
             with pytest.raises(RuntimeError, match=r"the parameter was written to since.*pass enable_caching=True"):
