@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from sys import getrefcount
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import pyopencl as cl
@@ -319,6 +319,12 @@ def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def on_device(tensor: Tensor) -> bool:
     """Returns whether the tensor lives on an OpenCL device (netcl's "cpu" backend computes in numpy)."""
     return isinstance(tensor._backend, OpenCLBackend)
+
+
+def is_floating(x: object) -> TypeGuard[Tensor]:
+    """Returns whether something is a tensor of float32 or 16-bit numbers on an OpenCL device: what kernels of clamp's
+    compute with."""
+    return isinstance(x, Tensor) and x.dtype in STORAGE and on_device(x)
 
 
 def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:

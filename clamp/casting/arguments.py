@@ -268,7 +268,7 @@ def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
     """
     dtype = check_dtype(dtype, "dtype")
     value = getattr(x, "value", None)
-    if not isinstance(value, bridge.Tensor) or value.dtype not in bridge.STORAGE or not bridge.on_device(value):
+    if not bridge.is_floating(value):
         raise TypeError(
             f"cast takes a float32, float16 or bfloat16 Node or Tensor on an OpenCL device, got {type(x).__name__}"
             f"{f' of dtype {value.dtype}' if isinstance(value, bridge.Tensor) else ''}"
@@ -311,9 +311,7 @@ def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching)
     """Casts every floating node and tensor in nested containers."""
 
     def cast_one(x: TensorLike) -> TensorLike:
-        value = x.value
-        castable = isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
-        return cast_node(x, dtype, report, use_cache) if castable else x
+        return cast_node(x, dtype, report, use_cache) if bridge.is_floating(x.value) else x
 
     return Conversion(cast_one)
 

@@ -105,6 +105,9 @@ class _Results:
         stepped: ``stepped(report)`` is told of each step.
     """
 
+    stepping: Callable[[Sequence[Tensor]], None]
+    stepped: Callable[[Any], None]
+
     def __init__(self) -> None:
         self._observers: tuple[Observer, ...] = ()
         self._last: Callable[[], Any] = _nothing
@@ -195,7 +198,7 @@ class _Results:
             observer.backward_ended(loss, grad)
 
     def _add_seen(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-        if first.dtype not in bridge.STORAGE or not bridge.on_device(first):
+        if not bridge.is_floating(first):
             return add(first, second)
         # The same bits, and both stay what they were for whoever looks at them later.
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)

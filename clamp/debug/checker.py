@@ -29,7 +29,7 @@ from clamp.casting.results import Observer
 from clamp.debug.callsite import CAST, NOWHERE, Place, here
 from clamp.opencl.device import list_devices
 from clamp.opencl.host_steps import host_step, recorder
-from clamp.ops.statistics import Numerics, PendingNumerics, is_measurable
+from clamp.ops.statistics import Numerics, PendingNumerics
 from clamp.scaling.scaled_loss import SCALE_OP
 from clamp.scaling.step_report import warn_user
 
@@ -109,7 +109,7 @@ class Checker(Observer):
         self._check(Checked(name, here()), tensors)
 
     def _check(self, checked: Checked, made: Sequence[Any]) -> None:
-        tensors = [x for x in made if is_measurable(x) and x.size]
+        tensors = [x for x in made if bridge.is_floating(x) and x.size]
         if any(isinstance(x, Tensor) and not bridge.on_device(x) for x in made):
             note_numpy_backend()
         if tensors:

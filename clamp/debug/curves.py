@@ -76,7 +76,7 @@ class Curves:
 
     def gradients(self, gradients: Sequence[Tensor]) -> None:
         """Notes the norm of true gradients; does nothing where one is still multiplied by a loss scale."""
-        found = [x for x in gradients if x.size and x.dtype in bridge.STORAGE and bridge.on_device(x)]
+        found = [x for x in gradients if x.size and bridge.is_floating(x)]
         if not found or any(scale_of(x) is not None for x in found):
             return
         by_queue: dict[cl.CommandQueue, list[Tensor]] = {}

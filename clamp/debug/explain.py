@@ -20,7 +20,7 @@ from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divid
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
 from clamp.debug.words import aligned, bad_counts
 from clamp.opencl.host_steps import unrecorded
-from clamp.ops.statistics import is_measurable, statistics_of
+from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import StepReport, warn_user
@@ -342,7 +342,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
         past = past or Past(optimizers=_known_optimizers())
         trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
-        left = [x.grad for x in trained if x.grad is not None and is_measurable(x.grad)]
+        left = [x.grad for x in trained if x.grad is not None and bridge.is_floating(x.grad)]
         are_finite = all(one.is_finite for one in statistics_of(left, histogram=False))
         return _explained(trace, skipped, past, leaves_finite=are_finite)
 

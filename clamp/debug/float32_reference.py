@@ -120,7 +120,7 @@ def _is_running(frame: FrameType) -> bool:
 def copy_of(x: TensorLike, dtype: str = "float32") -> TensorLike:
     """A leaf with the same numbers, in float32 if they are floating; those of float32 with the digits of ``dtype``."""
     value = x.value
-    if not isinstance(value, Tensor) or not bridge.on_device(value) or value.dtype not in bridge.STORAGE:
+    if not bridge.is_floating(value):
         return x
     copy = bridge.empty(value.queue, value.shape, "float32")
     cast_into(value, copy)
@@ -304,7 +304,7 @@ class Error:
 
 def on_host(tensor: Any) -> Array | None:
     """The numbers of a float32, float16 or bfloat16 tensor on a device, as float32; None of any other."""
-    if not isinstance(tensor, Tensor) or tensor.dtype not in bridge.STORAGE or not bridge.on_device(tensor):
+    if not bridge.is_floating(tensor):
         return None
     found: Array = cast(tensor, "float32").to_host()
     return found

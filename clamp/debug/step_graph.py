@@ -11,7 +11,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.debug.callsite import INSERTED, Call, Place
 from clamp.debug.words import placed
-from clamp.ops.statistics import PendingStatistics, Statistics, is_measurable
+from clamp.ops.statistics import PendingStatistics, Statistics
 from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -124,7 +124,7 @@ class StepGraph:
     def measuring(self, *, histogram: bool = False) -> Callable[[], None]:
         """Has those measured that can be, and have not been; returns what reads the statistics, which waits."""
         held = [(x, x.tensor) for x in self.values if x.tensor is not None and x.statistics is None]
-        values = [(value, tensor) for value, tensor in held if is_measurable(tensor)]
+        values = [(value, tensor) for value, tensor in held if bridge.is_floating(tensor)]
         pending = PendingStatistics([tensor for _, tensor in values], histogram=histogram)
 
         def read() -> None:

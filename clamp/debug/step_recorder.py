@@ -21,7 +21,7 @@ from clamp.debug.callsite import NOWHERE, Trail, call_now, call_of, here, place_
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, StepGraph, Value
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
-from clamp.ops.statistics import PendingStatistics, is_measurable, statistics_of
+from clamp.ops.statistics import PendingStatistics, statistics_of
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled
 from clamp.scaling.step_guard import are_steps_withheld
@@ -130,7 +130,7 @@ class OverflowRecorder(Observer):
 
     def _look_at_weights(self) -> None:
         """Notes what the weights are before any step: later it tells whether they have grown."""
-        read = {id(x): x for op in self._step.ops for x in op.read if bridge.is_trained(x) and is_measurable(x)}
+        read = {id(x): x for op in self._step.ops for x in op.read if bridge.is_trained(x) and bridge.is_floating(x)}
         if read:
             with unrecorded():
                 pending = PendingStatistics(list(read.values()), histogram=False)
@@ -171,7 +171,7 @@ class OverflowRecorder(Observer):
         report = self._step.report
         if report is not None and not report.stepped:
             return
-        losses = [one.loss for one in self._step.passes if is_measurable(one.loss)]
+        losses = [one.loss for one in self._step.passes if bridge.is_floating(one.loss)]
         with self._in_replays_memory():
             with unrecorded():
                 found = statistics_of(losses, histogram=False)

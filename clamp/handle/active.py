@@ -70,9 +70,9 @@ class AmpHandle:
     ) -> None:
         self._region = region
         guards = StepGuards(check_finite=check_finite)
-        self._scaling = PassScaling(make_scaler, num_losses, guards, self._wrap_step, on_overflow)
-        guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
         self._patches = Patches(region.policies, registrations, guards.step, by_module=region.modules is not None)
+        self._scaling = PassScaling(make_scaler, num_losses, guards, self._patches.steps.guard, on_overflow)
+        guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
         self._log = RunLog(self._steps)
         self._attribution = Attribution(self._steps, self._log.losses)
         self._debug = debug
@@ -91,10 +91,6 @@ class AmpHandle:
         self._patches.install()
         set_process_region(self._region)
         self._scaling.is_active = True
-
-    def _wrap_step(self, optimizer: Any) -> None:
-        self._patches.wrap_step(type(optimizer))
-        self._patches.wrap_own_step(optimizer)
 
     # ------------------------------------------------------------------------------------------ state
 

@@ -149,11 +149,6 @@ class PendingStatistics:
         ]
 
 
-def is_measurable(tensor: object) -> bool:
-    """Whether something is a tensor of which statistics and numerics can be taken: floating, on an OpenCL device."""
-    return isinstance(tensor, Tensor) and tensor.dtype in bridge.STORAGE and bridge.on_device(tensor)
-
-
 def _key(tensor: Tensor) -> Key:
     return id(tensor.buffer), tensor.size, bridge.canonical_dtype(tensor.dtype)
 

@@ -269,7 +269,7 @@ def give_each_its_own(params: Iterable[Any]) -> None:
     seen = set[int]()
     for param in params:
         grad = getattr(param, "grad", None)
-        if grad is not None and bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+        if bridge.is_floating(grad):
             if id(grad.buffer) in seen:
                 param.grad = copied(grad)
             seen.add(id(param.grad.buffer))

@@ -30,7 +30,7 @@ _FLOAT16 = ("float16", "half")
 @meets("netcl.autograd.engine.ones_like")
 def ones_like(wrapped: Any, instance: None, /, t: Tensor) -> Tensor:
     """The engine's seed gradient, for 16-bit losses as well."""
-    if t.dtype not in bridge.STORAGE or not bridge.on_device(t):
+    if not bridge.is_floating(t):
         return wrapped(t)
     return cast(bridge.ones(t.queue, t.shape), t.dtype)
 
@@ -202,7 +202,9 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     region = current_region()
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
     cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
-    widened = [cast_one(x) if is_half(x) or (dtype and _is_floating(x)) else x for x in nodes]
+    widened = [
+        cast_one(x) if is_half(x) or (dtype and bridge.is_floating(getattr(x, "value", None))) else x for x in nodes
+    ]
     swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
     backward = user_functions.bound(backward, forward, widened)
     if backward is not None:
@@ -239,11 +241,6 @@ def _reading_widened(
                 vars(x).update(before)
 
     return with_swapped_values
-
-
-def _is_floating(x: Any) -> bool:
-    value = getattr(x, "value", None)
-    return isinstance(value, Tensor) and value.dtype in bridge.STORAGE and bridge.on_device(value)
 
 
 @replaces("netcl.autograd.bf16_ops.upcast_args")

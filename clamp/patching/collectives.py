@@ -29,7 +29,7 @@ _OPERATIONS = ("sum", "mean")
 @meets("netcl.distributed.collectives.all_reduce", "netcl.distributed.collectives.all_reduce_p2p")
 def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str = "sum", *overlap: bool) -> Any:
     """The sum or mean, in every tensor."""
-    if not tensors or not all(_is_owned(tensor) for tensor in tensors):
+    if not tensors or not all(map(bridge.is_floating, tensors)):
         return wrapped(tensors, op, *overlap)
     _require_alike(tensors, "all_reduce")
     if op.lower() not in _OPERATIONS:
@@ -45,7 +45,7 @@ def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str 
 @meets("netcl.distributed.collectives.broadcast")
 def broadcast(wrapped: Any, instance: None, /, tensor: Any, root: int = 0) -> Any:
     """One tensor's values in all of a list, each in its own dtype."""
-    if not isinstance(tensor, list) or not all(_is_owned(one) for one in tensor):
+    if not isinstance(tensor, list) or not all(map(bridge.is_floating, tensor)):
         return wrapped(tensor, root)
     _require_alike(tensor, "broadcast")
     numbers = _numbers(tensor[root])
@@ -69,17 +69,13 @@ def sync_grads(own: Callable[..., None], param_replicas: Sequence[Sequence[Tenso
         RuntimeError: a gradient is multiplied by a loss scale on some replicas only.
     """
     gradients = _gradients(param_replicas)
-    if not gradients or not all(_is_owned(gradient) for replica in gradients for gradient in replica):
+    if not gradients or not all(bridge.is_floating(gradient) for replica in gradients for gradient in replica):
         own(param_replicas)
         return
     total = _sum(_read_all(replica) for replica in gradients)
     total /= np.float32(len(gradients))
     for replica in gradients:
         _write_all(replica, total)
-
-
-def _is_owned(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and bridge.on_device(tensor) and tensor.dtype in bridge.STORAGE
 
 
 def _require_alike(tensors: Sequence[Tensor], name: str) -> None:

@@ -69,8 +69,9 @@ class Steps:
             self._methods[owner, name] = wrapt.FunctionWrapper(method, wrapper)
             self._bindings.set(owner, name, self._methods[owner, name])
 
-    def wrap_own(self, optimizer: Any) -> None:
-        """Puts the guard over a ``step`` that stands on the optimizer itself and hides that of its class."""
+    def guard(self, optimizer: Any) -> None:
+        """Puts the guard over an optimizer's ``step``, and over one that stands on it and hides that of its class."""
+        self.wrap(type(optimizer))
         step = getattr(optimizer, "__dict__", {}).get("step")
         if step is None or isinstance(step, _OwnStep):
             return

@@ -79,15 +79,14 @@ class Patches:
         self._registrations = list(registrations)
         self._by_module = by_module
         self._bindings = Bindings()
-        self._steps = Steps(self._bindings, step)
-        self.wrap_step, self.wrap_own_step = self._steps.wrap, self._steps.wrap_own
+        self.steps = Steps(self._bindings, step)
 
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
             self._wrap_met(sys.modules)
             for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit):
-                self.wrap_step(optimizer_class)
+                self.steps.wrap(optimizer_class)
             for entry in self._policies:
                 if entry.module in sys.modules:
                     self._wrap_entry(entry)

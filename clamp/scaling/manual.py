@@ -115,7 +115,7 @@ class ManualScaling:
         self.late_scales = LateScales()  # of the steps since the last update
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lost_bits = False  # whether a word was said about losses that are not scaled
-        self._guards = StepGuards()
+        self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
         self._rule = rule
@@ -128,12 +128,7 @@ class ManualScaling:
     def history(self) -> History:
         """Reports of the last steps, the newest last. Reads the device after an update."""
         self.settle()
-        return self._guards.reports.history
-
-    @property
-    def guards(self) -> StepGuards:
-        """The guards of the optimizers, which have their bits of the scales' overflow words."""
-        return self._guards
+        return self.guards.reports.history
 
     def settle(self) -> None:
         """Tells the reports of steps before the last update what has become of the scale; reads the device then."""
@@ -243,7 +238,7 @@ class ManualScaling:
 
     def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
-        reports = self._guards.reports
+        reports = self.guards.reports
         steps = reports.steps
         with self._around_step(self, optimizer):
             try:
@@ -327,7 +322,7 @@ class ManualScaling:
 
     def _round(self, optimizer: Any) -> _Round:
         if id(optimizer) not in self._rounds:
-            self._rounds[id(optimizer)] = _Round(optimizer, self._guards.of(optimizer))
+            self._rounds[id(optimizer)] = _Round(optimizer, self.guards.of(optimizer))
         return self._rounds[id(optimizer)]
 
     # ------------------------------------------------------------------------------------------ state

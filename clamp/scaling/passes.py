@@ -413,11 +413,8 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""
-        host_step(self._self_count_anew)
+        host_step(partial(setattr, self, "_self_losses", 0))
         return self.__wrapped__.step(*args, **kwargs)
-
-    def _self_count_anew(self) -> None:
-        self._self_losses = 0
 
     @property
     def loss_scale(self) -> float:

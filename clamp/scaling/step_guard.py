@@ -57,13 +57,12 @@ class StepGuard(bridge.Listed):
 
     Args:
         optimizer: any object with ``params`` and ``step``.
-        mask: this optimizer's bit in the overflow word of every scaler; 0 for one that has had no scaled pass.
         guards: those of the same handle or scaler, which keep the history.
     """
 
-    def __init__(self, optimizer: Any, mask: int, guards: StepGuards) -> None:
+    def __init__(self, optimizer: Any, guards: StepGuards) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.mask = mask
+        self.mask = 0  # this optimizer's bit in the overflow word of every scaler, once it has scaled passes
         self._guards = guards
         self._pending: dict[LossScale, float] = {}  # scalers with a pass since the last step, and their scales then
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
@@ -303,14 +302,13 @@ class StepGuards(bridge.Listed):
     """The guards of a handle, by optimizer, and the reports of their steps.
 
     Args:
-        max_skips_at_floor: consecutive steps skipped at the smallest scale after which ``step`` raises.
         check_finite: whether gradients are looked at that no scaled pass has looked at.
     """
 
-    def __init__(self, *, max_skips_at_floor: int = 25, check_finite: bool = True) -> None:
+    max_skips_at_floor = 25  # consecutive steps skipped at the smallest scale after which ``step`` raises
+
+    def __init__(self, *, check_finite: bool = True) -> None:
         self._by_id: dict[int, StepGuard] = {}
-        self._unscaled: dict[int, StepGuard] = {}  # of optimizers that have had no scaled pass
-        self.max_skips_at_floor = max_skips_at_floor
         self._check_finite = check_finite
         self.wants_scaling = False  # whether losses are meant to be scaled, so that a step without is worth a word
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
@@ -321,8 +319,13 @@ class StepGuards(bridge.Listed):
     @property
     def optimizers(self) -> list[Any]:
         """Those that are known and alive."""
-        guarded = (guard.optimizer for guard in (*self._by_id.values(), *self._unscaled.values()))
+        guarded = (guard.optimizer for guard in self._by_id.values())
         return [optimizer for optimizer in guarded if optimizer is not None]
+
+    @property
+    def _scaled(self) -> list[StepGuard]:
+        """The guards of those that have had a scaled pass."""
+        return [guard for guard in self._by_id.values() if guard.mask]
 
     @property
     def device(self) -> cl.Device | None:
@@ -331,33 +334,41 @@ class StepGuards(bridge.Listed):
         return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
     def of(self, optimizer: Any) -> StepGuard:
-        """The guard of an optimizer, made at its first use.
+        """The guard of an optimizer that has scaled passes, with its bit.
 
         Raises:
             TypeError: the optimizer has no usable ``params`` or no ``step``.
             RuntimeError: more optimizers than a scaler has bits for.
         """
         guard = self._by_id.get(id(optimizer))
-        if guard is not None and guard.optimizer is optimizer:
-            return guard
-        params = bridge.optimizer_parameters(optimizer)
-        if not callable(getattr(optimizer, "step", None)):
-            raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
-        guard = self._by_id[id(optimizer)] = StepGuard(optimizer, 1 << self._free_bit(), self)
-        _mark_plain_tensors(optimizer, params)
+        if guard is None or guard.optimizer is not optimizer or not guard.mask:
+            params = bridge.optimizer_parameters(optimizer)
+            if not callable(getattr(optimizer, "step", None)):
+                raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
+            guard = self._guard(optimizer)
+            guard.mask = 1 << self._free_bit()
+            _mark_plain_tensors(optimizer, params)
+        return guard
+
+    def _guard(self, optimizer: Any) -> StepGuard:
+        """The guard of an optimizer, made at its first use."""
+        guard = self._by_id.get(id(optimizer))
+        if guard is None or guard.optimizer is not optimizer:
+            self._by_id = {key: known for key, known in self._by_id.items() if known.optimizer is not None}
+            guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self)
         return guard
 
     def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:
         """The guard of an optimizer that steps one of these parameters, or masters of them."""
         wanted = {id(param) for param in params}
-        for guard in self._by_id.values():
+        for guard in self._scaled:
             if guard.optimizer is not None and any({id(x), id(y)} & wanted for x, y in pairs(guard.optimizer)):
                 return guard
         return None
 
     def tokens(self) -> dict[object, int]:
         """The bits of the optimizers, by what marks of gradients call their guards until the next steps."""
-        return {guard.token: guard.mask for guard in self._by_id.values()}
+        return {guard.token: guard.mask for guard in self._scaled}
 
     def forget_heard(self) -> None:
         """Forgets what scalers have noted for these guards: the next steps look at the gradients again."""
@@ -365,8 +376,7 @@ class StepGuards(bridge.Listed):
             guard.token = object()
 
     def _free_bit(self) -> int:
-        self._by_id = {key: guard for key, guard in self._by_id.items() if guard.optimizer is not None}
-        used = {guard.mask for guard in self._by_id.values()}
+        used = {guard.mask for guard in self._scaled if guard.optimizer is not None}
         for bit in range(MAX_OPTIMIZERS):
             if 1 << bit not in used:
                 return bit
@@ -379,7 +389,7 @@ class StepGuards(bridge.Listed):
         """Returns whether any of these gradients has an inf or nan; one launch and one read a queue."""
         by_queue: dict[cl.CommandQueue, list[Tensor]] = {}
         for grad in grads if self._check_finite else ():
-            if bridge.on_device(grad) and grad.dtype in bridge.STORAGE:
+            if bridge.is_floating(grad):
                 by_queue.setdefault(grad.queue, []).append(grad)
         found = []
         for queue, of_queue in by_queue.items():
@@ -405,14 +415,12 @@ class StepGuards(bridge.Listed):
                 "optimizer.step(closure) cannot be used under AMP: a closure runs backward without loss scaling. "
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
             )
-        guard = self._by_id.get(id(optimizer))
-        if self.require_scaled and not (guard and guard.pending) and any(map(_is_of_one_rank, optimizer.params)):
+        guard = self._guard(optimizer)
+        if self.require_scaled and not guard.pending and any(map(_is_of_one_rank, optimizer.params)):
             raise RuntimeError(
                 "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
                 "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"
             )
-        if guard is None or guard.optimizer is not optimizer:
-            guard = self._unscaled_guard(optimizer)
         if self.wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
             self.wants_scaling = False  # one warning will do
             warn_of_lost_bits()
@@ -420,10 +428,3 @@ class StepGuards(bridge.Listed):
             is_plain = not (args or kwargs)
             prepare = getattr(wrapped, "prepare", None) if is_plain else None
             return guard.step(lambda: wrapped(*args, **kwargs), prepare=prepare, is_plain=is_plain)
-
-    def _unscaled_guard(self, optimizer: Any) -> StepGuard:
-        guard = self._unscaled.get(id(optimizer))
-        if guard is None or guard.optimizer is not optimizer:
-            self._unscaled = {key: known for key, known in self._unscaled.items() if known.optimizer is not None}
-            guard = self._unscaled[id(optimizer)] = StepGuard(optimizer, 0, self)
-        return guard

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import CodeType
 from typing import Any, overload
 
 from clamp import bridge
@@ -19,7 +18,7 @@ from clamp.bridge import Tensor
 from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
-from clamp.ops.statistics import is_measurable, statistics_of
+from clamp.ops.statistics import statistics_of
 from clamp.params import gradient_marks
 from clamp.params.lost_updates import HALF_AN_ULP, percent, take
 from clamp.scaling.loss_scale import LossScale
@@ -230,7 +229,7 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
     Args:
         last, this: stand for the step of theirs that was skipped last, and for the one that is to be skipped now.
     """
-    measured = [param for param in params if param.grad is not None and is_measurable(param.grad)]
+    measured = [param for param in params if param.grad is not None and bridge.is_floating(param.grad)]
     found = statistics_of([param.grad for param in measured], histogram=False)
     bad = [param for param, one in zip(measured, found, strict=True) if not one.is_finite]
     kept = [param for param in bad if gradient_marks.was_kept(bridge.model_parameter(param), last)]
@@ -279,13 +278,11 @@ def is_called_by_user() -> bool:
 def warn_user(message: str) -> None:
     """A UserWarning that shows the line of the script that called clamp."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_between(frame.f_code):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((_OURS, _NETCLS)) or is_redirecting(frame.f_code)
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def _is_between(code: CodeType) -> bool:
-    return code.co_filename.startswith((_OURS, _NETCLS)) or is_redirecting(code)
 
 
 def warn_of_lost_updates(params: Sequence[Tensor]) -> None:

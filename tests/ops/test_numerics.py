@@ -11,10 +11,10 @@ import pytest
 from netcl.core.device import CPUQueue
 from netcl.runtime.capture import KernelCapture
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.opencl import device
-from clamp.ops.statistics import Numerics, PendingNumerics, is_measurable, numerics_of
+from clamp.ops.statistics import Numerics, PendingNumerics, numerics_of
 from tests.ops.test_multi_tensor import launches
 from tests.ops.test_statistics import LARGE_SIZES, SIZES, of_all_magnitudes
 from tests.reference import SPECIAL, STORAGE_DTYPES, quantize, to_device
@@ -124,8 +124,8 @@ def test_what_a_replay_finds(queue: cl.CommandQueue) -> None:
 def test_what_it_does_not_take(queue: cl.CommandQueue) -> None:
     whole = Tensor.from_host(queue, np.arange(3, dtype=np.int32), dtype="int32")
     host = Tensor.from_host(CPUQueue(), np.ones(3, np.float32))
-    assert is_measurable(to_device(queue, np.ones(3)))
-    assert not any(map(is_measurable, (whole, host, np.ones(3))))
+    assert bridge.is_floating(to_device(queue, np.ones(3)))
+    assert not any(map(bridge.is_floating, (whole, host, np.ones(3))))
     with pytest.raises(TypeError, match="int32"):
         numerics_of(whole)
     with pytest.raises(TypeError, match="numpy backend"):

@@ -160,7 +160,8 @@ def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue,
     optimizer, gone = SGD([named], lr=1.0), SGD([parameter(queue)])
     handle = amp.init()
     guards, left = handle._scaling.guards, weakref.ref(gone)
-    guard = StepGuard(gone, 2, guards)
+    guard = StepGuard(gone, guards)
+    guard.mask = 2 * (known == "by a pass")
     del gone
     assert left() is guard.optimizer is None
     if known == "by a word":
@@ -168,8 +169,7 @@ def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue,
         with pytest.warns(UserWarning, match="reaches what is trained and no optimizer has"):
             scaled(handle, summed(named, other), optimizer)
         return
-    of_whom = "_by_id" if known == "by a pass" else "_unscaled"
-    getattr(guards, of_whom)[id(optimizer)] = guard
+    guards._by_id[id(optimizer)] = guard
     if known == "by a pass":
         scaled(handle, summed(named), optimizer)
     else:
@@ -177,7 +177,7 @@ def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue,
     optimizer.step()
     assert handle.last_step.stepped
     np.testing.assert_array_equal(named.to_host(), [0.0, 1.0])
-    assert getattr(guards, of_whom)[id(optimizer)].optimizer is optimizer
+    assert guards._by_id[id(optimizer)].optimizer is optimizer
 
 
 # ---------------------------------------------------------------------------------------------- a verdict's holders
