@@ -21,7 +21,7 @@ from clamp.params.masters import master_params
 from clamp.patching.user_functions import float_function, half_function, promote_function
 from clamp.recordings.function import record
 from clamp.scaling.dynamic_scale import ScaleRule
-from clamp.scaling.passes import OptimWrapper
+from clamp.scaling.scaled_loss import OptimWrapper
 from clamp.scaling.step_report import StepReport
 from clamp.session import (
     init,

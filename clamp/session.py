@@ -3,10 +3,7 @@ a region without a handle needs. The faces (``clamp.amp``, ``clamp.compat``) sta
 
 from __future__ import annotations
 
-import re
 import threading
-import types
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -33,11 +30,11 @@ from clamp.opencl.device import list_devices
 from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
-from clamp.patching.patch import Patches, Registration
-from clamp.patching.user_functions import runs_later
+from clamp.patching.patch import Patches
+from clamp.patching.user_functions import Registration, registration_of
 from clamp.patching.wrap import Installed
 from clamp.scaling.dynamic_scale import ScaleRule, make_loss_scale
-from clamp.scaling.loss_scale import LossScale, require_state
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_guard import StepGuards, are_steps_withheld, is_vouched
@@ -49,6 +46,7 @@ _handle: AmpHandle | None = None
 _plain_guards = StepGuards()  # of steps without a handle
 _disabled = False  # the last init was one with enabled=False
 _autocast_patches: Patches | None = None
+_warn_once = cache(warn_of_lost_bits)  # as long as these patches are there
 
 
 def init(
@@ -143,13 +141,7 @@ def start(
     region: Region, make_scaler: Callable[[], LossScale], num_losses: int = 1, check_finite: bool = True,
     debug: Iterable[str] = (), on_overflow: str = "skip",
 ) -> AmpHandle:  # fmt: skip
-    """Patches netcl and makes this region the process's.
-
-    Args:
-        region: how ops run.
-        make_scaler: makes a loss scaler.
-        num_losses: how many scalers the handle has of its own.
-        check_finite, debug, on_overflow: see ``init``.
+    """Patches netcl and makes this region the process's. The arguments are those of ``AmpHandle``.
 
     Raises:
         RuntimeError: a handle is active already.
@@ -159,7 +151,7 @@ def start(
     with lock:
         require_none("amp.init()")
         list_devices()
-        _release_autocast_patches()
+        forget_patches()
         _disabled = False
         handle = AmpHandle(
             region,
@@ -292,8 +284,6 @@ def _forget_handle(handle: AmpHandle) -> None:
 
 # ---------------------------------------------------------------------------------------------- functions of users
 
-_CAST_NOTHING = frozenset({CastPolicy.BANNED, CastPolicy.VIEW, CastPolicy.NONE})
-
 
 def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     """Lets ``init`` wrap the function ``name`` of a module or class. Wins over an entry of the lists.
@@ -309,25 +299,10 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
         TypeError: it is no module or class, the name no text, or the function a generator or coroutine.
         ValueError: the module has no such function, or there is no such policy.
     """
-    policy = CastPolicy.named(policy)
-    if isinstance(module, str):
-        raise ValueError(f"pass the module itself, not its name {module!r}")
-    if not isinstance(module, types.ModuleType | type):
-        raise TypeError(f"pass the module or class that has the function, and the function's name, not {module!r}")
-    if not isinstance(name, str):
-        raise TypeError(f"pass the name of a function of {module.__name__}, a text, not {name!r}")
-    if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
-        where = getattr(module, "__name__", repr(module))
-        raise ValueError(f"No function named {name} in module {where}")
-    if runs_later(getattr(module, name)) and policy not in _CAST_NOTHING:
-        raise TypeError(
-            f"{name} cannot be registered: the body of a generator or coroutine runs after its call has returned, when "
-            "nothing is cast for it any more. Register a function that it calls."
-        )
+    registration = registration_of(module, name, policy)
     with lock:
         if active_handle() is not None:
             raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")
-        registration = Registration(module, name, policy)
         registrations[:] = [r for r in registrations if (r.owner, r.name) != (module, name)]
         registrations.append(registration)
         if thread_region() is None:
@@ -358,7 +333,7 @@ def ensure_patched() -> None:
     with lock:
         _end_what_was_interrupted()
         if _autocast_patches is not None and not Installed.now:  # an interrupted end, or beginning
-            _release_autocast_patches()
+            forget_patches()
         if _handle is None and _autocast_patches is None:
             _autocast_patches = Patches(default_table(), registrations, _plain_step)
             _autocast_patches.install()
@@ -385,23 +360,14 @@ def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
     return done
 
 
-@cache
-def _warn_once() -> None:
-    warn_of_lost_bits()
-
-
 def forget_patches() -> None:
     """Takes the patches of regions without a handle off; the next region installs them with all registrations."""
-    with lock:
-        _release_autocast_patches()
-
-
-def _release_autocast_patches() -> None:
     global _autocast_patches
-    if _autocast_patches is not None:
-        _warn_once.cache_clear()
-        _autocast_patches.remove()
-        _autocast_patches = None
+    with lock:
+        if _autocast_patches is not None:
+            _warn_once.cache_clear()
+            _autocast_patches.remove()
+            _autocast_patches = None
 
 
 # ---------------------------------------------------------------------------------------------- state
@@ -415,7 +381,7 @@ def state_dict() -> dict[str, dict[str, Any]]:
     Raises:
         RuntimeError: AMP is not active.
     """
-    return {} if _disabled else {name: scaler.state_dict() for name, scaler in _scalers().items()}
+    return {} if _disabled else require_handle()._scaling.state_dict()
 
 
 def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -430,47 +396,5 @@ def load_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
         ValueError: the state is malformed, has something else than ``loss_scaler0``, ``loss_scaler1``, ..., or none of
             the handle's scalers.
     """
-    if _disabled:
-        return
-    scalers = _scalers()
-    require_state(state, "amp.state_dict()")
-    if not state:
-        raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
-    if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
-        raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
-    if not state.keys() & scalers.keys():
-        raise ValueError(f"the state has {', '.join(state)}, this handle has {', '.join(scalers)}: nothing of it fits")
-    restore({name: saved for name, saved in state.items() if name in scalers})
-    if state.keys() != scalers.keys():
-        kept, left = [name for name in scalers if name not in state], [name for name in state if name not in scalers]
-        warnings.warn(
-            f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
-            f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
-            "identically with the same num_losses, and the same optimizers wrapped before loading.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def restore(state: Mapping[str, Any]) -> None:
-    """Gives scalers of the active handle these states, by name; on an error all keep theirs.
-
-    Raises:
-        ValueError: a state is malformed.
-    """
-    scalers = _scalers()
-    before = {name: scaler.state_dict() for name, scaler in scalers.items()}
-    try:
-        for name, saved in state.items():
-            if not isinstance(saved, Mapping):
-                raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
-            scalers[name].load_state_dict(saved)
-        require_handle()._scaling.guards.forget_heard()
-    except BaseException:  # an interrupt, too
-        for name, scaler in scalers.items():
-            scaler.load_state_dict(before[name])
-        raise
-
-
-def _scalers() -> dict[str, LossScale]:
-    return {f"loss_scaler{index}": scaler for index, scaler in enumerate(require_handle().scalers)}
+    if not _disabled:
+        require_handle()._scaling.load_state_dict(state)

@@ -145,7 +145,7 @@ def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[
 
 def _load_scales(path: str | os.PathLike[str], states: Mapping[str, Any]) -> None:
     with reading(path, "loss scales"):
-        session.restore(states)
+        session.require_handle()._scaling.restore(states)
 
 
 def _model_writes(

@@ -18,7 +18,7 @@ from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_i
 from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, save_as, to_16_bit
 from clamp.params.masters import require_kept, require_steppable
-from clamp.patching.patch import Registration
+from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.manual import ManualScaling
 

@@ -24,11 +24,12 @@ from clamp.interrupts import from_nothing
 from clamp.opencl.host_steps import refuse
 from clamp.opencl.progress import PROGRESS
 from clamp.params.weight_cache import weights
-from clamp.patching.patch import Patches, Registration
-from clamp.patching.user_functions import decorating
+from clamp.patching.patch import Patches
+from clamp.patching.user_functions import Registration, decorating
 from clamp.ranks.mpi import Ranks
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.passes import OptimWrapper, PassScaling
+from clamp.scaling.passes import PassScaling
+from clamp.scaling.scaled_loss import OptimWrapper
 from clamp.scaling.step_guard import StepGuards
 from clamp.scaling.step_report import History, StepReport
 

@@ -12,8 +12,7 @@ from clamp.debug.layer_ranges import LayerRanges
 from clamp.debug.memory_report import MemoryReport, memory_now
 from clamp.patching.user_functions import decorating
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.passes import OptimWrapper
-from clamp.scaling.scaled_loss import as_pass
+from clamp.scaling.scaled_loss import OptimWrapper, as_pass
 from clamp.scaling.step_report import History, StepReport
 
 

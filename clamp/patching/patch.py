@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,6 +32,7 @@ from clamp.patching.patch_registry import (
     when_imported,
 )
 from clamp.patching.redirect import Bindings
+from clamp.patching.user_functions import Registration
 from clamp.patching.wrap import (
     Installed,
     Wrapper,
@@ -44,22 +44,6 @@ from clamp.patching.wrap import (
     user_wrapper,
     writes,
 )
-
-
-@dataclass(frozen=True)
-class Registration:
-    """A user's function to be cast: ``name`` in ``owner`` (a module or class)."""
-
-    owner: Any
-    name: str
-    policy: CastPolicy
-
-    @property
-    def full_name(self) -> str:
-        """``module.name`` or ``module.Class.name``."""
-        owner = self.owner
-        prefix = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-        return f"{prefix}.{self.name}"
 
 
 class Patches:

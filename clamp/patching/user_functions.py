@@ -1,16 +1,17 @@
-"""Functions of the user's with a say in how they are cast: decorators that give one a policy, before ``init`` too, and
-forward and backward functions for ``apply_op``.
+"""Functions of the user's with a say in how they are cast: decorators that give one a policy, before ``init`` too,
+functions that are registered with one, and forward and backward functions for ``apply_op``.
 
-The latter are after PyTorch's ``custom_fwd`` and ``custom_bwd``, whose autograd functions hand the region from forward
+The last are after PyTorch's ``custom_fwd`` and ``custom_bwd``, whose autograd functions hand the region from forward
 to backward in their context. netcl's pairs of functions have no context: ``apply_op`` hands it over.
 """
 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -157,3 +158,44 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
 
 def _without_casts(region: Region) -> Region:
     return replace(region, enabled=False)
+
+
+# ---------------------------------------------------------------------------------------------- registered
+
+_CAST_NOTHING = frozenset({CastPolicy.BANNED, CastPolicy.VIEW, CastPolicy.NONE})
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A user's function to be cast: ``name`` in ``owner`` (a module or class)."""
+
+    owner: Any
+    name: str
+    policy: CastPolicy
+
+    @property
+    def full_name(self) -> str:
+        """``module.name`` or ``module.Class.name``."""
+        owner = self.owner
+        prefix = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        return f"{prefix}.{self.name}"
+
+
+def registration_of(module: Any, name: str, policy: CastPolicy | str) -> Registration:
+    """Returns what `amp.register` is given, and raises what it raises where that is no function with a policy."""
+    policy = CastPolicy.named(policy)
+    if isinstance(module, str):
+        raise ValueError(f"pass the module itself, not its name {module!r}")
+    if not isinstance(module, types.ModuleType | type):
+        raise TypeError(f"pass the module or class that has the function, and the function's name, not {module!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"pass the name of a function of {module.__name__}, a text, not {name!r}")
+    if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
+        where = getattr(module, "__name__", repr(module))
+        raise ValueError(f"No function named {name} in module {where}")
+    if runs_later(getattr(module, name)) and policy not in _CAST_NOTHING:
+        raise TypeError(
+            f"{name} cannot be registered: the body of a generator or coroutine runs after its call has returned, when "
+            "nothing is cast for it any more. Register a function that it calls."
+        )
+    return Registration(module, name, policy)

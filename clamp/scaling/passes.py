@@ -6,14 +6,14 @@ unscale, step and update, it is ``clamp.scaling.manual``.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pyopencl as cl
-import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
@@ -25,10 +25,10 @@ from clamp.params import delivery, gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
 from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
-from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.repeats import Repeat, Repeats, backward_again, in_turn
-from clamp.scaling.scaled_loss import ScaledLoss, as_pass, check_loss, require_graph
+from clamp.scaling.scaled_loss import OptimWrapper, ScaledLoss, as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, warn_user
 
@@ -317,6 +317,54 @@ class PassScaling:
             for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
                 scaler.follow(bad[0], guard.mask)
 
+    # ------------------------------------------------------------------------------------------ state
+
+    def _by_name(self) -> dict[str, LossScale]:
+        return {f"loss_scaler{index}": scaler for index, scaler in enumerate((*self.own, *self.wrapped))}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """See ``amp.state_dict``."""
+        return {name: scaler.state_dict() for name, scaler in self._by_name().items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """See ``amp.load_state_dict``."""
+        scalers = self._by_name()
+        require_state(state, "amp.state_dict()")
+        if not state:
+            raise RuntimeError("the state is empty: it was saved without AMP, or with amp disabled")
+        if unknown := [name for name in state if not re.fullmatch(r"loss_scaler\d+", str(name))]:
+            raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
+        if not state.keys() & scalers.keys():
+            names = ", ".join(state), ", ".join(scalers)
+            raise ValueError(f"the state has {names[0]}, this handle has {names[1]}: nothing of it fits")
+        self.restore({name: saved for name, saved in state.items() if name in scalers})
+        if state.keys() != scalers.keys():
+            kept = [name for name in scalers if name not in state]
+            left = [name for name in state if name not in scalers]
+            warn_user(
+                f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
+                f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
+                "identically with the same num_losses, and the same optimizers wrapped before loading."
+            )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Gives loss scales these states, by name; on an error all keep theirs.
+
+        Raises:
+            ValueError: a state is malformed.
+        """
+        scalers, before = self._by_name(), self.state_dict()
+        try:
+            for name, saved in state.items():
+                if not isinstance(saved, Mapping):
+                    raise ValueError(f"{name} must be a dict with loss_scale and unskipped, got {saved!r}")
+                scalers[name].load_state_dict(saved)
+            self.guards.forget_heard()
+        except BaseException:  # an interrupt, too
+            for name, scaler in scalers.items():
+                scaler.load_state_dict(before[name])
+            raise
+
     # ------------------------------------------------------------------------------------------ other scalers
 
     @property
@@ -377,46 +425,3 @@ def _scale_of(scaler: Any) -> float:
     if isinstance(scaler, ManualScaling):
         return float(scaler.state_dict()["loss_scale"])
     return float(scaler.scale) if scaler.enabled else 1.0
-
-
-class OptimWrapper(wrapt.ObjectProxy[Any]):
-    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
-
-    ``step`` does nothing if any of the losses since the last step overflowed.
-
-    Args:
-        scalers: loss scales, one for each loss of a step.
-        begin: begins a pass: of a loss, an optimizer, after so many since its last step.
-    """
-
-    def __init__(
-        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]]
-    ) -> None:
-        super().__init__(optimizer)
-        self._self_scalers = scalers
-        self._self_begin = begin
-        self._self_losses = 0
-
-    @as_pass
-    def scale_loss(self, loss: Node) -> Generator[Node, None, None]:
-        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
-
-        Raises:
-            RuntimeError: more losses than ``num_loss`` since the last step.
-        """
-        with self._self_begin(loss, self.__wrapped__, self._self_losses) as scaled_loss:
-            yield scaled_loss
-        host_step(self._self_count)
-
-    def _self_count(self) -> None:
-        self._self_losses += 1
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own step, unless a loss overflowed."""
-        host_step(partial(setattr, self, "_self_losses", 0))
-        return self.__wrapped__.step(*args, **kwargs)
-
-    @property
-    def loss_scale(self) -> float:
-        """Loss scale of this optimizer's first loss."""
-        return self._self_scalers[0].scale if self._self_scalers else 1.0

@@ -1,4 +1,5 @@
-"""A loss on its way into backward: what can be scaled, the node that scales it, and what a backward may start from.
+"""A loss on its way into backward: what can be scaled, the node that scales it, what a backward may start from, and
+optimizers that scale losses of their own.
 
 A backward pass runs from a scaled loss, or from one that is not scaled, never from a mixture: no division would be
 right for the gradients of a sum of both.
@@ -7,13 +8,16 @@ right for the gradients of a sum of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import _GeneratorContextManager
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from functools import partial, wraps
 from typing import Any, NoReturn
+
+import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
+from clamp.opencl.host_steps import host_step
 from clamp.params import delivery
 from clamp.scaling.loss_scale import LossScale
 
@@ -186,3 +190,49 @@ def _refuse_open(root: Node) -> None:
             "run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). The gradients "
             "would be divided by a loss scale that they were not multiplied by"
         )
+
+
+# ---------------------------------------------------------------------------------------------- wrapped optimizers
+
+
+class OptimWrapper(wrapt.ObjectProxy[Any]):
+    """An optimizer with ``scale_loss``; everything else is the optimizer's own.
+
+    ``step`` does nothing if any of the losses since the last step overflowed.
+
+    Args:
+        scalers: loss scales, one for each loss of a step.
+        begin: begins a pass: of a loss, an optimizer, after so many since its last step.
+    """
+
+    def __init__(
+        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]]
+    ) -> None:
+        super().__init__(optimizer)
+        self._self_scalers = scalers
+        self._self_begin = begin
+        self._self_losses = 0
+
+    @as_pass
+    def scale_loss(self, loss: Node) -> Generator[Node, None, None]:
+        """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
+
+        Raises:
+            RuntimeError: more losses than ``num_loss`` since the last step.
+        """
+        with self._self_begin(loss, self.__wrapped__, self._self_losses) as scaled_loss:
+            yield scaled_loss
+        host_step(self._self_count)
+
+    def _self_count(self) -> None:
+        self._self_losses += 1
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own step, unless a loss overflowed."""
+        host_step(partial(setattr, self, "_self_losses", 0))
+        return self.__wrapped__.step(*args, **kwargs)
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale of this optimizer's first loss."""
+        return self._self_scalers[0].scale if self._self_scalers else 1.0
