@@ -21,7 +21,7 @@ from typing import Any
 
 import pyopencl as cl
 import wrapt
-from netcl.core import memory
+from netcl.core import memory as netcls_memory
 from netcl.core.memory import PersistentBufferPool
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
@@ -32,6 +32,7 @@ from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorde
 from clamp.ops import transfer
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import before_removal, meets
+from clamp.recordings import memory
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.memory import Dependencies, Launches, ModuleNotes, Pool, dependencies_of
 from clamp.scaling.dynamic_scale import forget_late, settle_late
@@ -41,34 +42,6 @@ Keywords = dict[str, Any]
 
 _INPUT_ADVICE = "Pass data that changes as an input tensor; make constants before the recording."
 _READ_ADVICE = "Read it after the recorded part."
-
-
-# ---------------------------------------------------------------------------------------------- memory
-
-
-#: recordings that are under way or can be replayed
-_live: set[_Recording] = set()
-
-
-def _watch(pool: PersistentBufferPool) -> None:
-    """Lets a pool of netcl's ask before it gives memory to others that a recording may use."""
-    if type(pool) is PersistentBufferPool and "release" not in vars(pool):
-        pool.release = partial(_release, pool)
-
-
-def _release(pool: PersistentBufferPool, handle: Any) -> None:
-    for recording in _live.copy():  # of each tensor that ends: no generator; tuple() may collect what is in the set
-        if recording.keeps(pool, handle):
-            return
-    PersistentBufferPool.release(pool, handle)
-
-
-def _unwatch() -> None:
-    for pool in () if _live else [*memory._PERSISTENT_POOLS.values()]:
-        vars(pool).pop("release", None)
-
-
-# ---------------------------------------------------------------------------------------------- recording
 
 
 class _Recording:
@@ -98,11 +71,10 @@ class _Recording:
         weights.clear()
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
-        _live.add(self)
-        for pool in [*memory._PERSISTENT_POOLS.values()]:
-            _watch(pool)
+        memory.keepers.add(self.keeps)
+        memory.watch_pools()
         self._replace(cl.Kernel, "__call__", partial(self._call, vars(cl.Kernel)["_orig_call"]))
-        self._replace(memory, "get_persistent_pool", self._own_pool)
+        self._replace(netcls_memory, "get_persistent_pool", self._own_pool)
         self._replace_here(cl, "enqueue_fill_buffer", _fill_buffer)
         self._replace_here(cl, "enqueue_svm_memfill", _fill_svm)
         self._replace_here(cl, "enqueue_copy", _copy)
@@ -211,7 +183,7 @@ class _Recording:
 
     def close(self) -> None:
         """Gives the memory back: there is no replay any more. After an interrupt in it, once more does the rest."""
-        _live.discard(self)
+        memory.keepers.discard(self.keeps)
         try:
             for pool in self._pools.values():
                 pool.close()
@@ -221,7 +193,7 @@ class _Recording:
                 self._kept.pop()
             self._pools = {}
         finally:
-            _unwatch()
+            memory.unwatch_pools()
 
     def keeps(self, pool: PersistentBufferPool, handle: Any) -> bool:
         """Takes memory that is released if a replay may still use it."""
@@ -264,7 +236,7 @@ class _Recording:
     def _own_pool(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_persistent_pool(queue: Any) -> Any:
             main = original(queue)
-            _watch(main)
+            memory.watch_pool(main)
             if not self._is_on():
                 return main
             key = id(main)
@@ -295,7 +267,7 @@ def _fill_svm(_: Any, queue: Any, dest: Any, pattern: Any, byte_count: int | Non
 
 def _copy(original: Callable[..., Any], queue: Any, dest: Any, src: Any, **kwargs: Any) -> Any:
     known = kwargs.keys() <= {"byte_count", "src_offset", "dst_offset", "is_blocking", "wait_for"}
-    if not (known and _on_device(dest) and _on_device(src)):
+    if not (known and all(isinstance(storage, cl.Buffer | cl.SVM) for storage in (dest, src))):
         refuse("A copy between host and device ran", f"{_READ_ADVICE} {_INPUT_ADVICE}")
         return original(queue, value_now(dest), value_now(src), **kwargs)
     begin, to = int(kwargs.get("src_offset") or 0), int(kwargs.get("dst_offset") or 0)
@@ -310,10 +282,6 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return call
-
-
-def _on_device(storage: Any) -> bool:
-    return isinstance(storage, cl.Buffer | cl.SVM)
 
 
 #: the recordings that can be replayed

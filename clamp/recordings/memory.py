@@ -16,8 +16,10 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
+from netcl.core import memory
 from netcl.core.memory import PersistentBufferPool, SVMBufferHandle
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
@@ -221,6 +223,35 @@ class Pool(PersistentBufferPool):  # type: ignore[misc]
 
 def _has_free(pool: PersistentBufferPool, bucket: int) -> bool:
     return bool(pool._free.get(bucket) or pool._svm_free.get(bucket))
+
+
+#: of recordings that are under way or can be replayed: take memory that is released, if a replay may still use it
+keepers: set[Callable[[PersistentBufferPool, Any], bool]] = set()
+
+
+def watch_pools() -> None:
+    """Lets netcl's pools ask before they give memory to others that a recording may use."""
+    for pool in [*memory._PERSISTENT_POOLS.values()]:
+        watch_pool(pool)
+
+
+def watch_pool(pool: PersistentBufferPool) -> None:
+    """As ``watch_pools``, of one pool."""
+    if type(pool) is PersistentBufferPool and "release" not in vars(pool):
+        pool.release = partial(_release, pool)
+
+
+def _release(pool: PersistentBufferPool, handle: Any) -> None:
+    for keeps in keepers.copy():  # of each tensor that ends: no generator; tuple() may collect what is in the set
+        if keeps(pool, handle):
+            return
+    PersistentBufferPool.release(pool, handle)
+
+
+def unwatch_pools() -> None:
+    """Lets netcl's pools be as they were, if no recording is left."""
+    for pool in () if keepers else [*memory._PERSISTENT_POOLS.values()]:
+        vars(pool).pop("release", None)
 
 
 class Launches(list[CapturedKernelLaunch]):

@@ -24,6 +24,7 @@ from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.opencl import host_steps
 from clamp.recordings import capture, function
+from clamp.recordings.memory import keepers
 from tests.reference import to_device
 
 ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), host_steps.__file__)
@@ -86,7 +87,7 @@ def patched() -> dict[str, Any]:
     found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
     pools = {f"pool {key}": vars(pool).get("release") for key, pool in memory._PERSISTENT_POOLS.items()}
     threads = (host_steps.recorder(), host_steps._thread.suspended, function._inside.on, dict(function._waiting))
-    return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(capture._live)}
+    return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(keepers)}
 
 
 def recorded(layer: Linear) -> Callable[[Tensor], Any]:

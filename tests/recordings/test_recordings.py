@@ -31,8 +31,9 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.recordings import capture, comparison
+from clamp.recordings import comparison
 from clamp.recordings.code_names import imported
+from clamp.recordings.memory import keepers
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
@@ -821,12 +822,12 @@ def test_a_training_graph_under_no_grad_says_so_whatever_was_recorded(queue: cl.
 
 def test_recordings_die_with_their_graph(queue: cl.CommandQueue) -> None:
     gc.collect()
-    before = len(capture._live)
+    before = len(keepers)
     graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
-    assert len(capture._live) == before + 1
+    assert len(keepers) == before + 1
     del graph
     gc.collect()
-    assert len(capture._live) == before
+    assert len(keepers) == before
 
 
 # ---------------------------------------------------------------------------------------------- the scale
