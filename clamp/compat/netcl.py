@@ -157,8 +157,10 @@ def _unscale(scaler: Any, found: list[Pair]) -> bool:
     if not any(found_inf):
         gradient_marks.mark_checked(master.grad for master, _ in found if master.grad is not None)
     scaling = session.active_scaling()
-    if any(found_inf) and scaling is not None:
-        scaling.met_non_finite([master for master, _ in found])
+    if any(found_inf) and scaling is not None:  # netcl's scaler will let no step be
+        guard = scaling.guards.stepping([master for master, _ in found])
+        if guard is not None:
+            guard.met_non_finite()
     return any(found_inf)
 
 
@@ -188,12 +190,10 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
 def sync_grads(wrapped: Any, instance: None, /, param_replicas: Any) -> None:
     """The mean of gradients over replicas, after which an overflow of one counts for all."""
     scaling = session.active_scaling()
-    if scaling is None:
+    with nullcontext() if scaling is None else unnoted():
         collectives.sync_grads(wrapped, param_replicas)
-        return
-    with unnoted():
-        collectives.sync_grads(wrapped, param_replicas)
-    scaling.share_overflows(param_replicas)
+    if scaling is not None:
+        collectives.share_overflows(scaling.guards, param_replicas)
 
 
 @meets("netcl.distributed.trainer.data_parallel_step")

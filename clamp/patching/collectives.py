@@ -20,6 +20,7 @@ from clamp.bridge import Tensor
 from clamp.ops.concat import Part, assemble, split
 from clamp.params.gradient_marks import scale_of
 from clamp.patching.patch_registry import meets
+from clamp.scaling.step_guard import StepGuards
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -165,6 +166,22 @@ class ScaledTape(wrapt.ObjectProxy[Any]):
         """As ``Tape.backward``."""
         with self._self_scale(loss) as scaled_loss:
             self.__wrapped__.backward(scaled_loss, *args, **kwargs)
+
+
+def share_overflows(guards: StepGuards, param_replicas: Iterable[Sequence[Tensor]]) -> None:
+    """An overflow of one replica, whose gradients are part of a mean now, becomes that of all, so that they skip the
+    same step and go on with one scale.
+
+    Args:
+        guards: those of the handle.
+        param_replicas: the parameters of one model's replicas, each on its own queue, after as many passes.
+    """
+    stepping = [guard for guard in map(guards.stepping, param_replicas) if guard is not None]
+    for scalers in zip(*(guard.pending for guard in stepping), strict=False):
+        states = [scaler.read() for scaler in scalers]
+        bad = [state for guard, state in zip(stepping, states, strict=True) if state.overflow & guard.mask]
+        for guard, scaler in zip(stepping, scalers, strict=True) if bad else ():
+            scaler.follow(bad[0], guard.mask)
 
 
 def keep_equal(param_replicas: Sequence[Sequence[Tensor]]) -> None:

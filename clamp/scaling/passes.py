@@ -30,7 +30,7 @@ from clamp.scaling.manual import ManualScaling
 from clamp.scaling.repeats import Repeat, Repeats, backward_again, in_turn
 from clamp.scaling.scaled_loss import OptimWrapper, ScaledLoss, as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
-from clamp.scaling.step_report import History, warn_user
+from clamp.scaling.step_report import History, listed, warn_user
 
 
 def scaled_pass(
@@ -231,7 +231,7 @@ class PassScaling:
         """The scale on a queue. Its state lives on the first queue it is asked for; on each further one it gets a copy.
 
         Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
-        (``share_overflows``), and because one that somebody has set is copied anew.
+        (``collectives.share_overflows``), and because one that somebody has set is copied anew.
         """
         _, home, copies = self._on_queues.setdefault(id(scaler), (scaler, queue, {}))
         if queue == home:
@@ -266,12 +266,10 @@ class PassScaling:
         alone = [x for x in new if id(x) not in held]
         if alone:
             self._warns_of_unnamed = False
-            names = bridge.parameter_names(alone)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             warn_user(
                 f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{', '.join(names[:3])}{more}: it does not move, and its gradient stays multiplied by the loss scale. "
-                "Give it to an optimizer and name that one as well, or set requires_grad = False on it"
+                f"{listed(bridge.parameter_names(alone))}: it does not move, and its gradient stays multiplied by the "
+                "loss scale. Give it to an optimizer and name that one as well, or set requires_grad = False on it"
             )
 
     def wrap(self, optimizer: Any, num_loss: int) -> OptimWrapper:
@@ -301,21 +299,6 @@ class PassScaling:
         if isinstance(optimizer, OptimWrapper):
             return optimizer.scale_loss(loss)
         return self._pass(loss, [optimizer], self.first)
-
-    def share_overflows(self, param_replicas: Iterable[Sequence[Tensor]]) -> None:
-        """An overflow of one replica, whose gradients are part of a mean now, becomes that of all, so that they skip
-        the same step and go on with one scale.
-
-        Args:
-            param_replicas: the parameters of one model's replicas, each on its own queue, after as many passes.
-        """
-        stepping = [self.guards.stepping(params) for params in param_replicas]
-        guards = [guard for guard in stepping if guard is not None]
-        for scalers in zip(*(guard.pending for guard in guards), strict=False):
-            states = [scaler.read() for scaler in scalers]
-            bad = [state for guard, state in zip(guards, states, strict=True) if state.overflow & guard.mask]
-            for guard, scaler in zip(guards, scalers, strict=True) if bad else ():
-                scaler.follow(bad[0], guard.mask)
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -412,12 +395,6 @@ class PassScaling:
                 guard.decided_by(reports.history[-1], stepped=guard.last is not last)
                 scaling.late_scales.stepped(self.guards.reports)
                 self._shown = weakref.ref(scaling)
-
-    def met_non_finite(self, params: Sequence[Tensor]) -> None:
-        """A scaler of netcl's has found inf or nan among these parameters' gradients, and will let no step be."""
-        guard = self.guards.stepping(params)
-        if guard is not None:
-            guard.met_non_finite()
 
 
 def _scale_of(scaler: Any) -> float:

@@ -168,8 +168,8 @@ class NonFinite:
         kinds = [f"{kind} in {count} element{'s' * (count > 1)}" for kind, count in self._counts if count]
         if not kinds:
             return ""
-        were = f"; those of {_list(self.kept)} were not finite before this pass: {CLEAR}" if self.kept else ""
-        return f"{' and '.join(kinds)} of the gradients of {_list(self.names)}{were}"
+        were = f"; those of {listed(self.kept)} were not finite before this pass: {CLEAR}" if self.kept else ""
+        return f"{' and '.join(kinds)} of the gradients of {listed(self.names)}{were}"
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
@@ -219,7 +219,8 @@ class Reports:
 CLEAR = "call zero_grad() after a step that was skipped, too, or every backward adds to them"
 
 
-def _list(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names in a message: the first of them, and how many more there are."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 

@@ -18,6 +18,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import delivery, gradient_marks
+from clamp.patching.collectives import share_overflows
 from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
@@ -299,7 +300,7 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
             param.grad = None
             scaled(handle, summed(param), optimizer, bad=param if index == 3 and number in bad else None)
         if index == 3:
-            handle._scaling.share_overflows([[param] for param in params])
+            share_overflows(handle._scaling.guards, [[param] for param in params])
             one, other = states(handle, optimizers)
             assert one.scale == other.scale == (2.0**15 if bad else 2.0**16)
             assert not bad or one.growth_tracker == other.growth_tracker == one.bad_steps == other.bad_steps == 0
@@ -325,7 +326,7 @@ def test_replicas_that_skip_together_leave_other_optimizers_their_own(
         with handle.scale_loss(summed(param), optimizer) as scaled_loss:
             scaled_loss.backward()
             plant(param, value)
-    handle._scaling.share_overflows([[param] for param in params])
+    share_overflows(handle._scaling.guards, [[param] for param in params])
     other.grad = None  # so that the scale alone knows
     for optimizer in optimizers:
         optimizer.step()
