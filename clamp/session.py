@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.init_call import InitCall, given_to
 from clamp.casting.policy_table import (
     CastPolicy,
     Entry,
@@ -22,7 +21,7 @@ from clamp.casting.policy_table import (
     read_list,
     rules_for,
 )
-from clamp.casting.regions import Caching, ModuleRules, Region, check_caching, thread_region
+from clamp.casting.regions import Caching, InitCall, ModuleRules, Region, check_caching, given_to, thread_region
 from clamp.casting.results import RESULTS
 from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle

@@ -1,21 +1,22 @@
 """Regions where AMP is on: the state of the process, of this thread, and of the op that is running.
 
-``init`` sets the region of the process. ``autocast`` and ``disable_casts`` set one for the calling thread
-alone and nest. Inside an op, and during backward, nested calls do not cast again.
+``init`` sets the region of the process, which knows the user's call. ``autocast`` and ``disable_casts`` set one for the
+calling thread alone and nest. Inside an op, and during backward, nested calls do not cast again.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import signature
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from clamp import bridge
-from clamp.casting.init_call import InitCall
 from clamp.casting.policy_table import CastPolicy, Entry, ModuleRule, PolicyTable, default_table, rule_for
 from clamp.interrupts import holding, of_threads
 from clamp.params.weight_cache import weights
@@ -107,6 +108,59 @@ class ModuleRules:
         near = get_close_matches(rule.pattern.removesuffix(".*"), paths, n=3, cutoff=0.5)
         which = f"near: {', '.join(near)}" if near else f"there are {', '.join(paths[:5])}" if paths else "none has one"
         return f"no module has a path that {rule.pattern!r} matches ({which})"
+
+
+@dataclass(frozen=True)
+class InitCall:
+    """The call by which a user turned AMP on, to be told with a change: nothing else of it is to be lost.
+
+    Attributes:
+        call: as far as its bracket, with what it returns, ``"handle = amp.init"``.
+        first: arguments without a name.
+        given: the others, by name, where they are not the defaults.
+        takes_lists: whether ``custom_black_list`` and ``debug`` are among its arguments.
+    """
+
+    call: str = "handle = amp.init"
+    first: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    takes_lists: bool = True
+
+    def changed(self, **changes: Any) -> str:
+        """The call with other values of these arguments, as code."""
+        arguments = (f"{name}={_as_code(value)}" for name, value in {**self.given, **changes}.items())
+        return f"{self.call}({', '.join([*self.first, *arguments])})"
+
+    def in_float32(self, functions: Iterable[str]) -> str:
+        """The call with more functions on the black list, as code."""
+        functions = list(functions)
+        black = [*self.given.get("custom_black_list", ()), *functions]
+        white = self.given.get("custom_white_list", ())
+        left = {"custom_white_list": [name for name in white if name not in functions]} if white else {}
+        return self.changed(**left, custom_black_list=list(dict.fromkeys(black)))
+
+    def explaining(self) -> str:
+        """The call with the ops of skipped steps looked at, as code."""
+        debug = self.given.get("debug", ())
+        return self.changed(debug=("attribution", "summary") if "summary" in debug else "attribution")
+
+
+def given_to(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a call's arguments, by name, that have a default and are not it."""
+    defaults = [
+        (name, one.default) for name, one in signature(function).parameters.items() if one.default is not one.empty
+    ]
+    return {name: arguments[name] for name, default in defaults if arguments[name] != default}
+
+
+def _as_code(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return '"' + repr(str(value))[1:-1] + '"'
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{', '.join(map(_as_code, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_as_code(key)}: {_as_code(part)}' for key, part in value.items())}}}"
+    return f'"{value.__name__}"' if isinstance(value, type) else repr(value)  # numpy's dtypes
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
-from clamp.casting.init_call import InitCall, given_to
 from clamp.casting.policy_table import check_dtype, module_rules
-from clamp.casting.regions import ModuleRules, Region
+from clamp.casting.regions import InitCall, ModuleRules, Region, given_to
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit

@@ -14,8 +14,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.casting.init_call import InitCall
-from clamp.casting.regions import casting_in, init_call
+from clamp.casting.regions import InitCall, casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.ranges import FLOAT16

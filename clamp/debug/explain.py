@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clamp import bridge
-from clamp.casting.init_call import InitCall
-from clamp.casting.regions import init_call
+from clamp.casting.regions import InitCall, init_call
 from clamp.casting.results import RESULTS
 from clamp.debug.cause import Cause, Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run

@@ -16,8 +16,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
-from clamp.casting.init_call import InitCall
-from clamp.casting.regions import Region, in_region, init_call, region_here
+from clamp.casting.regions import InitCall, Region, in_region, init_call, region_here
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter

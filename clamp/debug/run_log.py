@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import pyopencl as cl
 
 import clamp
-from clamp.casting.init_call import InitCall
-from clamp.casting.regions import Region, init_call
+from clamp.casting.regions import InitCall, Region, init_call
 from clamp.casting.results import RESULTS
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look

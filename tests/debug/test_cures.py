@@ -17,7 +17,7 @@ from netcl.optim import SGD
 
 from clamp import amp, session
 from clamp.bridge import Node
-from clamp.casting.init_call import InitCall
+from clamp.casting.regions import InitCall
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from tests.debug.faults import Training, optimize
 from tests.debug.test_explain import Train
