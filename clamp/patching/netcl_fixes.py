@@ -179,16 +179,12 @@ def jit_compile(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> A
 
 
 @replaces("netcl.autograd.compiler._COMPILER_CACHE")
-class FloatKernels(dict[Any, Any]):
+class FloatKernels(wrapt.ObjectProxy[Any]):
     """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
 
     A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit
     buffers as float, beyond their ends. But it looks up its kernels here first, by shapes and dtypes.
     """
-
-    def __init__(self, kernels: dict[Any, Any]) -> None:
-        super().__init__()
-        self._kernels = kernels
 
     def __contains__(self, key: object) -> bool:
         if Installed.now and _names_half(key):
@@ -196,13 +192,7 @@ class FloatKernels(dict[Any, Any]):
                 "a function compiled by jit_compile before amp.init() got a 16-bit input, and its kernels read float: "
                 'compile it after amp.init(), or pass amp.cast(x, "float32")'
             )
-        return key in self._kernels
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._kernels[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._kernels[key] = value
+        return key in self.__wrapped__
 
 
 def _names_half(key: object) -> bool:
