@@ -132,7 +132,7 @@ class PassScaling:
         on_overflow: ``"repeat"`` or ``"skip"``, as in ``amp.init``.
 
     Attributes:
-        own: the handle's own loss scales.
+        own: the handle's own loss scales, of which ``first`` is that of the first loss.
         wrapped: those of wrapped optimizers, in the order in which they were wrapped.
         ranks: processes that train together, after ``handle.distribute``.
         is_active: whether the handle is.
@@ -148,6 +148,7 @@ class PassScaling:
         self._wrap_step = wrap_step
         self._repeats = on_overflow == "repeat"
         self.own = [make_scaler() for _ in range(num_losses)]
+        self.first = self.own[0]
         self.wrapped: list[LossScale] = []
         self.guards = guards
         self.ranks: Averaging | None = None
@@ -157,11 +158,6 @@ class PassScaling:
         self._unnamed: dict[int, weakref.ref[Tensor]] = {}  # what passes have reached that did not name its optimizer
         self._warns_of_unnamed = True
         self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
-
-    @property
-    def first(self) -> LossScale:
-        """The scale of the handle's first loss."""
-        return self.own[0]
 
     def guard(self, optimizer: Any) -> StepGuard:
         """The guard over this optimizer's ``step``."""
