@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import pyopencl as cl
@@ -174,13 +173,8 @@ def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:
 def _tflops(queue: cl.CommandQueue, unit: MatrixUnit, plan: Plan) -> float:
     """Multiply-adds of a large product in float16, as two operations each: the fastest of a few, a launch included."""
     a, b, c = (bridge.zeros(queue, (_TIMED, _TIMED), "float16") for _ in range(3))
-    seconds = []
-    for _ in range(4):  # the first builds the kernel
-        began = perf_counter()
-        unit.compute(operand_a(a, False), operand_b(b, False), c, Epilogue("float16"), plan)
-        queue.finish()
-        seconds.append(perf_counter() - began)
-    return 2 * _TIMED**3 / min(seconds) / 1e12
+    product = partial(unit.compute, operand_a(a, False), operand_b(b, False), c, Epilogue("float16"), plan)
+    return 2 * _TIMED**3 / min(timed(product, queue.finish)(3)) / 1e12
 
 
 def self_check(device: cl.Device) -> str:
