@@ -20,7 +20,7 @@ import clamp
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.cli.bench.timing import Effort, interleave, timed
-from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator
+from clamp.cli.devices import choose_device, describe, is_simulator
 from clamp.opencl import amx, cache_writer
 from clamp.opencl.device import NoDeviceError, capabilities, intel_cpu_runtime, is_in_order, list_devices
 from clamp.opencl.trials import RIGHT
@@ -56,9 +56,6 @@ def run(args: Namespace) -> int:
     except NoDeviceError as error:
         print(f"\n{error}")
         return 1
-    except UnknownDeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
     default = manager.default()
     failures = 0
     for index, device in enumerate(devices):
