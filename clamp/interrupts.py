@@ -49,7 +49,7 @@ class uninterrupted:
 @contextmanager
 def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside the ``with``, an attribute has another value; after it the one that it had."""
-    before = getattr(owner, name)
+    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)  # a class binds what stands in it
     try:
         try:
             setattr(owner, name, value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any, Protocol, TypeAlias
@@ -21,6 +21,7 @@ from clamp.bridge.modules import Module
 from clamp.bridge.objects import _has_content, own_attributes
 from clamp.bridge.optimizers import is_optimizer
 from clamp.bridge.tensors import Tensor
+from clamp.interrupts import holding
 
 Address: TypeAlias = tuple[str, int]
 Seen: TypeAlias = tuple[weakref.ref[Tensor], Any]  # a tensor and its memory
@@ -221,20 +222,14 @@ def _release(wrapped: Any, _pool: Any, args: tuple[Any, ...], kwargs: dict[str, 
     wrapped(*args, **kwargs)
 
 
-@contextmanager
-def told_of_tensors(made: Any) -> Iterator[None]:
+def told_of_tensors(made: Any) -> AbstractContextManager[None]:
     """Inside the ``with``, ``made(tensor)`` is called with every tensor that is made."""
-    original = vars(Tensor)["__init__"]
 
     def init(wrapped: Any, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wrapped(*args, **kwargs)
         made(tensor)
 
-    Tensor.__init__ = wrapt.FunctionWrapper(original, init)
-    try:
-        yield
-    finally:
-        Tensor.__init__ = original
+    return holding(Tensor, "__init__", wrapt.FunctionWrapper(vars(Tensor)["__init__"], init))
 
 
 class PoolPeak:

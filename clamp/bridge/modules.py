@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,29 +47,16 @@ def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
 
     Buffers are the public tensors that netcl's ``state_dict`` saves, such as the statistics of a batch norm.
     """
-    return _tensors_below(module, "", set())
-
-
-def _tensors_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(x, Tensor | Module | list | tuple | dict) or id(x) in seen:
-        return
-    seen.add(id(x))
-    if isinstance(x, Tensor):
-        *_, last = name.split(".")
-        if is_weight(x) or not last.startswith("_"):
+    for name, x in _below(module, "", set(), (Module, Tensor)):
+        if isinstance(x, Tensor) and (is_weight(x) or not name.rpartition(".")[2].startswith("_")):
             yield name, x
-        return
-    parts: Any = vars(x) if isinstance(x, Module) else x
-    hidden = getattr(x, "_non_persistent_buffers_set", None) or ()
-    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-        if key not in hidden:
-            yield from _tensors_below(part, f"{name}.{key}" if name else str(key), seen)
 
 
 def own_parameters(module: Any) -> Iterator[Tensor]:
     """The tensors of a layer that are trained, without those of the layers in it."""
-    seen = {id(part) for _, part in _modules_below(module, "", set()) if part is not module}
-    yield from (tensor for _, tensor in _tensors_below(module, "", seen) if is_weight(tensor))
+    seen = {id(part) for _, part in _modules_below(module) if part is not module}
+    found = (x for _, x in _below(module, "", seen, (Module, Tensor)) if isinstance(x, Tensor))
+    yield from filter(is_weight, found)
 
 
 _met: dict[int, weakref.ref[Any]] = {}  # layers and models, by id
@@ -103,7 +90,7 @@ def module_names(modules: Sequence[Any], around: Iterable[Any] = ()) -> list[str
     made = set[int]()
     for root in modules_met(*modules, *around):
         made.update(id(layer) for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ())
-        for name, module in _modules_below(root, "", set()):
+        for name, module in _modules_below(root):
             # The model that holds the others has the longest names.
             if _parts_of(name) >= _parts_of(names.get(id(module), "")):
                 names[id(module)] = name
@@ -119,7 +106,7 @@ def module_tree(model: Any) -> list[tuple[str, str, int]]:
     """A model and all layers in it: the path of each, its class, and how many numbers are trained in it."""
     return [
         (name, type(module).__name__, sum(x.size for _, x in module_tensors(module) if is_weight(x)))
-        for name, module in _modules_below(model, "", set())
+        for name, module in _modules_below(model)
     ]
 
 
@@ -127,16 +114,27 @@ def _parts_of(name: str) -> int:
     return len(name.split(".")) if name else 0
 
 
-def _modules_below(x: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if not isinstance(x, Module | list | tuple | dict) or id(x) in seen:
+def _modules_below(model: Any) -> Iterator[tuple[str, Any]]:
+    """A model and all layers in it, without those that netcl has made of others."""
+    return _below(model, "", set(), (Module,), MADE_FROM_LAYERS)
+
+
+def _below(
+    x: Any, name: str, seen: set[int], kinds: tuple[type, ...], left_out: Container[object] = ()
+) -> Iterator[tuple[str, Any]]:
+    """All objects of some kinds in x, itself first, each once, with their names."""
+    if not isinstance(x, (*kinds, list, tuple, dict)) or id(x) in seen:
         return
     seen.add(id(x))
-    if isinstance(x, Module):
+    if isinstance(x, kinds):
         yield name, x
+    if isinstance(x, Tensor):
+        return
     parts: Any = vars(x) if isinstance(x, Module) else x
+    hidden = getattr(x, "_non_persistent_buffers_set", None) or ()
     for key, part in list(parts.items()) if isinstance(parts, dict) else enumerate(parts):
-        if key not in MADE_FROM_LAYERS:
-            yield from _modules_below(part, f"{name}.{key}" if name else str(key), seen)
+        if key not in hidden and key not in left_out:
+            yield from _below(part, f"{name}.{key}" if name else str(key), seen, kinds, left_out)
 
 
 class ModulePaths:
@@ -157,7 +155,7 @@ class ModulePaths:
         is_known, tree = self._is_known(module), self._trees.get(id(module))
         if is_known and tree is None:  # in one that is followed
             return
-        parts = list(_modules_below(module, "", set()))
+        parts = list(_modules_below(module))
         if is_known and tree == [(name, id(part)) for name, part in parts]:
             return
         if _is_made(module) and len(parts) > 1 and all(self._is_known(part) for _, part in parts[1:]):

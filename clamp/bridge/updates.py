@@ -169,7 +169,7 @@ def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
     for param in params:
         key = id(param)
         if not (key in optimizer._m_buf and key in optimizer._v_buf):
-            optimizer._m_buf[key], optimizer._v_buf[key] = (_placed(param, x[key]) for x in (optimizer.m, optimizer.v))
+            optimizer._m_buf[key], optimizer._v_buf[key] = (placed(param, x[key]) for x in (optimizer.m, optimizer.v))
     _place_loaded(optimizer)
 
 
@@ -226,9 +226,10 @@ def _moments(optimizer: Adam | AdamW, params: Sequence[Tensor]) -> tuple[Buffers
     return [*first, *second], lambda: [first, second]
 
 
-def _placed(param: Tensor, array: Any) -> cl.Buffer:
+def placed(param: Tensor, array: Any, dtype: Any = np.float32) -> cl.Buffer:
+    """A new buffer with an array of an optimizer's state, on the device of the parameter that it is for."""
     flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(array, np.float32))
+    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(array, dtype))
 
 
 def _zeros(param: Tensor) -> cl.Buffer:
@@ -340,9 +341,7 @@ class DeviceArrays(MutableMapping[int, Any]):
     def buffer_of(self, param: Tensor) -> cl.Buffer:
         """Returns where the state of a parameter lies on the device, from now on until it is read."""
         if id(param) not in self._buffers:
-            array = np.ascontiguousarray(self._arrays[id(param)])
-            flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-            self._buffers[id(param)] = cl.Buffer(param.context, flags, hostbuf=array), param.queue
+            self._buffers[id(param)] = placed(param, self._arrays[id(param)]), param.queue
         return self._buffers[id(param)][0]
 
     def __getitem__(self, key: int) -> Any:

@@ -384,5 +384,4 @@ def _placed(param: Tensor, value: Any, place: str) -> Any:
         return value
     if place == "host":
         return value.copy()
-    flags, kind = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR, np.uint8 if place == "bytes" else np.float32
-    return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(value, kind).reshape(-1))
+    return bridge.placed(param, value, np.uint8 if place == "bytes" else np.float32)

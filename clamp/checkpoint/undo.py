@@ -68,7 +68,7 @@ class Undo:
             self._rest.append(partial(_restore_mapping, x, dict(x)))
             self._keep_all(x.values())
         elif isinstance(x, list):
-            self._rest.append(partial(_restore_list, x, list(x)))
+            self._rest.append(partial(x.__setitem__, slice(None), list(x)))
             self._keep_all(x)
         elif isinstance(x, tuple):
             self._keep_all(x)
@@ -96,7 +96,3 @@ def _restore_tensor(tensor: Tensor, buffer: Any, bits: Any) -> None:
 def _restore_mapping(x: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> None:
     x.clear()
     x.update(items)
-
-
-def _restore_list(x: list[Any], items: list[Any]) -> None:
-    x[:] = items

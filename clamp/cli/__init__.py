@@ -8,11 +8,11 @@ need are missing, because it is what a user runs when something is.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import pyopencl as cl
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = arguments(argv)
     try:
-        command = importlib.import_module(_COMMANDS[args.command][0])
+        run: Callable[[argparse.Namespace], int] = resolve_name(_COMMANDS[args.command][0])
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
-            status: int = command.run(args)
+            status = run(args)
     except NoDeviceError as error:
         print(error, file=sys.stderr)
         return 1
@@ -192,11 +192,11 @@ _BENCH = (
     _option("--no-netcl", action="store_true", help="leave out netcl, which tunes itself for minutes"),
 )  # fmt: skip
 
-#: Each command's module, what it is for, and its options.
+#: Each command's function, what it is for, and its options.
 _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
-    "doctor": ("clamp.cli.doctor", "what clamp finds on this machine, and whether it computes correctly",
+    "doctor": ("clamp.cli.doctor:run", "what clamp finds on this machine, and whether it computes correctly",
                (_device("all of them"),)),
-    "lists": ("clamp.cli.lists", "which netcl function runs in which precision, and why", (
+    "lists": ("clamp.cli.lists:run", "which netcl function runs in which precision, and why", (
         _option("name", nargs="?", metavar="NAME",
                 help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with "
                 "the rules of a list file, the path of a module (layers.2.norm)"),
@@ -206,33 +206,33 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
         _DTYPE,
         _device(),
     )),
-    "bench": ("clamp.cli.bench.command", "time clamp against netcl, numpy and torch, side by side", _BENCH),
-    "tune": ("clamp.cli.tune", "measure how a GPU's matrix units multiply fastest, and keep it", (
+    "bench": ("clamp.cli.bench.command:run", "time clamp against netcl, numpy and torch, side by side", _BENCH),
+    "tune": ("clamp.cli.tune:run", "measure how a GPU's matrix units multiply fastest, and keep it", (
         _device(),
         _option("--json", metavar="FILE", help="write all times"),
         _option("--shapes", type=_shapes, metavar="MxNxK,...",
                 help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)"),
     )),
-    "report": ("clamp.cli.report", "make a page of a run, to open in any browser", (
+    "report": ("clamp.cli.run:report", "make a page of a run, to open in any browser", (
         _option("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run"),
         _option("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)"),
     )),
-    "run": ("clamp.cli.run", "train a script of netcl's in mixed precision, as it is", (
+    "run": ("clamp.cli.run:run", "train a script of netcl's in mixed precision, as it is", (
         _DTYPE,
         _option("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)"),
         *_SCRIPT,
     )),
-    "trace": ("clamp.cli.trace", "write what each op of a script's first steps gives, to compare with", (
+    "trace": ("clamp.cli.trace:run", "write what each op of a script's first steps gives, to compare with", (
         _DTYPE,
         _option("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)"),
         _option("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes"),
         *_SCRIPT,
     )),
-    "compare": ("clamp.cli.trace", "say which op of a script's first steps gives other bits than then", (
+    "compare": ("clamp.cli.trace:compare", "say which op of a script's first steps gives other bits than then", (
         _option("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written"),
         *_SCRIPT,
     )),
-    "warm": ("clamp.cli.warm", "compile what training steps need before they do: for images and CI", (
+    "warm": ("clamp.cli.warm:run", "compile what training steps need before they do: for images and CI", (
         _device(),
         _option("--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
                 help="mlp, cnn, lm (all three), or a training script, which is run until its second step is done"),

@@ -38,7 +38,7 @@ from clamp.casting.policy_table import (
 )
 from clamp.casting.registry import USES
 from clamp.cli.console import make_console
-from clamp.cli.devices import UnknownDeviceError, choose_device, describe
+from clamp.cli.devices import choose_device, describe
 from clamp.functions import OWNED
 from clamp.opencl.device import NoDeviceError, capabilities
 from clamp.opencl.program import Kernel
@@ -71,11 +71,7 @@ def run(args: Namespace) -> int:
             console.print(f"{len(table.calls)} more only call one of these, operators of Tensor and Node among them")
         _print_many(console, chosen, args)
         return 0
-    try:
-        context = _context(args.device)
-    except UnknownDeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
+    context = _context(args.device)
     queue = None if context is None else cl.CommandQueue(context)  # Intel's queues do not keep their context alive
     for entry in chosen:
         _print_one(console, table, entry, args, queue)

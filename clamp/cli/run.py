@@ -1,4 +1,5 @@
-"""``python -m clamp run``: a script of netcl's as it is, trained in mixed precision.
+"""``python -m clamp run``: a script of netcl's as it is, trained in mixed precision; and ``report``, the page of a run
+that was written.
 
 Each backward of the script's runs in a ``scale_loss`` of its own, as if the two lines stood there. What the script has
 afterwards are the true gradients, as it expects them, of whatever the loss reaches.
@@ -29,6 +30,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.cli import INTERRUPTED
 from clamp.handle import AmpHandle
 from clamp.patching.redirect import Bindings
+from clamp.report import read_run, write_page
 from clamp.scaling.scaled_loss import is_scaled, require_graph
 
 _NEEDED_BY_PAGES = ("jinja2", "matplotlib")
@@ -60,6 +62,26 @@ def run(args: Namespace) -> int:
         failed = _sum_up(handle, args.report)
         handle.shutdown()
     return status or failed
+
+
+def report(args: Namespace) -> int:
+    """Runs ``report``; see `clamp.cli`."""
+    try:
+        found = read_run(args.run)
+    except (OSError, ValueError) as error:
+        print(f"cannot read a run: {error}", file=sys.stderr)
+        return 2
+    page = args.output or args.run.with_suffix(".html")
+    try:
+        write_page(found, page)
+    except ModuleNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"cannot write the page: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {page}")
+    return 0
 
 
 def is_there(args: Namespace) -> bool:

@@ -20,20 +20,15 @@ from clamp.debug.traces import Trace, Tracer
 
 
 def run(args: Namespace) -> int:
-    """Runs either command; see `clamp.cli`."""
+    """Runs ``trace``; see `clamp.cli`."""
     if not is_there(args):
         return 2
-    if args.command == "compare":
-        return _compare(args.output, args)
     if args.output is None and len(args.given) > 1 and args.given[0] in ("-o", "--output"):  # behind the script's name
         args.output, args.given = Path(args.given[1]), args.given[2:]
     if args.output is None:
         print("python -m clamp trace needs a folder: -o FOLDER", file=sys.stderr)
         return 2
-    return _write(args.output, args)
-
-
-def _write(folder: Path, args: Namespace) -> int:
+    folder: Path = args.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,7 +43,11 @@ def _write(folder: Path, args: Namespace) -> int:
     return 0
 
 
-def _compare(folder: Path, args: Namespace) -> int:
+def compare(args: Namespace) -> int:
+    """Runs ``compare``; see `clamp.cli`."""
+    if not is_there(args):
+        return 2
+    folder: Path = args.output
     try:
         known = {file.stem: Trace.read(file) for file in sorted(folder.glob("*.json"))}
         settings = {(trace.about["dtype"], trace.about["steps"]) for trace in known.values()}

@@ -21,8 +21,7 @@ from rich.table import Table
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.cli import INTERRUPTED
-from clamp.cli.bench.contenders import random_tensor
-from clamp.cli.bench.timing import QUICK, interleave
+from clamp.cli.bench.timing import QUICK, interleave, random_tensor
 from clamp.cli.console import make_console, print_fitting
 from clamp.cli.devices import choose_device, describe
 from clamp.debug.profiler import Profiler

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -29,6 +28,7 @@ from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
 from clamp.cli.run import EnoughError, run_file
+from clamp.interrupts import holding
 from clamp.opencl import cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
@@ -113,13 +113,8 @@ def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
 def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
     """Returns what a process has compiled, and what went wrong."""
     command = cache_writer.command(__name__, "compile_given", [job.model, job.dtype, job.place])
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    costs = [Cost(**json.loads(line)) for line in lines]
-    if not ended.returncode:
-        return costs, ""
-    said = ended.stderr.strip().splitlines()
-    return costs, said[-1] if said else f"ended with status {ended.returncode}"
+    printed, failure = cache_writer.outcome(command, environment)
+    return [Cost(**json.loads(line)) for line in printed if line.startswith("{")], failure
 
 
 def compile_given() -> None:
@@ -170,11 +165,8 @@ def _costs() -> Iterator[list[Cost]]:
             costs.append(Cost(file, macros, process_time() - began))
         return built
 
-    program.build = build  # type: ignore[assignment]
-    try:
+    with holding(program, "build", build):
         yield costs
-    finally:
-        program.build = original
 
 
 def _print_list(costs: list[Cost]) -> None:

@@ -141,11 +141,7 @@ def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> A
         return wrapped(params)
     if not instance.enabled:
         return False
-    return _unscale(instance, [(_master(param), bridge.model_parameter(param)) for param in params])
-
-
-def _master(param: Tensor) -> Tensor:
-    return bridge.master_of(param) or param
+    return _unscale(instance, [(bridge.master_of(param) or param, bridge.model_parameter(param)) for param in params])
 
 
 def _unscale(scaler: Any, found: list[Pair]) -> bool:

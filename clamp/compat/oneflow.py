@@ -19,6 +19,7 @@ from clamp.casting.regions import current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
+from clamp.interrupts import holding
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
@@ -371,16 +372,11 @@ def _copy(tensor: Tensor) -> Tensor:
     return out
 
 
-@contextmanager
-def _backward_is(run: Callable[..., None]) -> Iterator[None]:
+def _backward_is(run: Callable[..., None]) -> AbstractContextManager[None]:
     """Inside the ``with``, this thread's ``loss.backward()`` is ``run(loss)``."""
     plain, thread = Node.backward, threading.get_ident()
 
     def backward(self: Node, *args: Any, **kwargs: Any) -> None:
         (run if threading.get_ident() == thread else plain)(self, *args, **kwargs)
 
-    try:
-        Node.backward = backward
-        yield
-    finally:
-        Node.backward = plain
+    return holding(Node, "backward", backward)

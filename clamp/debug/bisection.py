@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -19,6 +19,7 @@ from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, casting_region, changed_regions, in_region
 from clamp.debug.callsite import OpNames
 from clamp.debug.dry_run import check_step, same_start
+from clamp.interrupts import holding
 
 T = TypeVar("T")
 
@@ -185,7 +186,7 @@ class _Training:
     def run(self, regions: FunctionRegions | LayerRegions) -> bool | float:
         """Runs it in these regions; returns the metric."""
         self.count += 1
-        with regions:
+        with regions.opened():
             before = debug.session.active_handle()
             try:
                 with same_start(*bridge.in_reach(self._step_fn)):
@@ -234,7 +235,7 @@ def _called_in_16_bits(region: Region) -> Iterable[str]:
 
 
 class FunctionRegions:
-    """Inside the ``with``, some functions compute in float32, whatever the region.
+    """Regions in which some functions compute in float32, whatever the region around.
 
     Args:
         in_float32: their names.
@@ -244,13 +245,10 @@ class FunctionRegions:
         self._in_float32 = tuple(in_float32)
         self._regions: list[Region] = []
         self._tables: dict[PolicyTable, PolicyTable] = {}
-        self._changing = changed_regions(self._changed)
 
-    def __enter__(self) -> None:
-        self._changing.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._changing.__exit__(*exception)
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside the ``with``, they hold."""
+        return changed_regions(self._changed)
 
     def candidates(self) -> dict[str, str]:
         """The functions that have computed in 16 bits, in the order of first calls, each as it is called."""
@@ -265,7 +263,7 @@ class FunctionRegions:
 
 
 class LayerRegions:
-    """Inside the ``with``, each call of a layer opens a region: in float32 for some layers, as around for the others.
+    """Regions that each call of a layer opens: in float32 for some layers, as around for the others.
 
     So an op is in the region of the innermost layer around it; layers in a layer have their own.
 
@@ -279,14 +277,10 @@ class LayerRegions:
         self._regions: dict[tuple[str, int], Region] = {}  # by the name of a layer, and the region outside of layers
         self._around: dict[int, Region] = {}  # by the id of a region of a layer, that one
         self._paths: dict[str, str] = {}
-        self._original: Any = None
 
-    def __enter__(self) -> None:
-        self._original = vars(Module)["__call__"]
-        Module.__call__ = wrapt.FunctionWrapper(self._original, self._called)
-
-    def __exit__(self, *exception: object) -> None:
-        Module.__call__ = self._original
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside the ``with``, they hold."""
+        return holding(Module, "__call__", wrapt.FunctionWrapper(vars(Module)["__call__"], self._called))
 
     def candidates(self) -> dict[str, str]:
         """The layers that have computed in 16 bits, in the order of first calls, with their paths."""

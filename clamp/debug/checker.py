@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -258,24 +258,13 @@ class Sampling:
 
     def takes_op(self, op: str, place: Place) -> bool:
         """Returns whether ops of this name, called at this place, are looked at, whatever the module."""
-        if not (self.ops or self.skip_ops):
-            return True
         names = {op, place.name_of(op)}
-        return (not self.ops or self._are(names, self._wanted)) and not self._are(names, self._left_out)
+        return (not self.ops or _are_on(self.ops, names)) and not _are_on(self.skip_ops, names)
 
-    @cached_property
-    def _wanted(self) -> frozenset[str]:
-        return frozenset().union(*map(functions_named, self.ops))
 
-    @cached_property
-    def _left_out(self) -> frozenset[str]:
-        return frozenset().union(*map(functions_named, self.skip_ops))
-
-    @staticmethod
-    def _are(names: set[str], wanted: frozenset[str]) -> bool:
-        if not names.isdisjoint(wanted):
-            return True
-        return any(fnmatchcase(name, pattern) for pattern in wanted if _MAGIC & set(pattern) for name in names)
+def _are_on(listed: Sequence[str], names: set[str]) -> bool:
+    """Returns whether one of an op's names is meant by a list."""
+    return any(fnmatchcase(name, each) for one in listed for each in functions_named(one) for name in names)
 
 
 class Sampler:

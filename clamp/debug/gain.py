@@ -180,7 +180,7 @@ def try_step(step: Step) -> Trial:
         times = _race(step, (*sides, black) if names else sides, queues)
     busy = any(median(own) > _CALM * min(own) for own in times)
     took = [min(own) if busy else median(own) for own in times]
-    trial = Trial(
+    return Trial(
         around.dtype,
         replace(amp, seconds=took[0]),
         replace(plain, seconds=took[1]),
@@ -188,12 +188,11 @@ def try_step(step: Step) -> Trial:
         alone,
         busy,
         passes[-1][0][0].modules,
-        init_call=init_call() or InitCall(),
+        names,
+        took[2] if names else None,
+        bool(names) and all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min)),
+        init_call() or InitCall(),
     )
-    if not names:
-        return trial
-    pays = all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min))
-    return replace(trial, black_list=names, with_black_list=took[2], black_list_pays=pays)
 
 
 def _require(seen: bool) -> None:

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import wrapt
+
+from clamp.interrupts import holding
 
 Interval = tuple[float, float]
 
@@ -200,9 +201,7 @@ class Profiler:
         self._began = perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ended = perf_counter()
         self._stack.close()
 
@@ -254,8 +253,7 @@ class Profiler:
             finally:
                 self._depth.inside = False
 
-        setattr(owner, name, wrapt.FunctionWrapper(original, met))
-        self._stack.callback(setattr, owner, name, original)
+        self._stack.enter_context(holding(owner, name, wrapt.FunctionWrapper(original, met)))
 
     def _launch(self, name: str, wrapped: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._on_its_own(args):

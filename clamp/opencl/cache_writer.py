@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
@@ -47,6 +47,13 @@ def given() -> Any:
 def environment() -> dict[str, str]:
     """This process's, with its way to find modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def outcome(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
+    """Runs a process to its end: the lines that it printed; and if it failed, the last line of what it said of that."""
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode}"]
+    return ended.stdout.splitlines(), said[-1] if ended.returncode else ""
 
 
 def place_of(device: cl.Device) -> Place:

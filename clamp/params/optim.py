@@ -40,7 +40,7 @@ class _Moments8bit:
     def _held(self, param: Tensor) -> cl.Buffer:
         held: dict[int, cl.Buffer] = getattr(self, bridge.MOMENTS_8BIT)
         if id(param) not in held:
-            held[id(param)] = _placed(param, np.zeros(moments_bytes(max(1, param.size)), np.uint8))
+            held[id(param)] = bridge.placed(param, np.zeros(moments_bytes(max(1, param.size))), np.uint8)
         return held[id(param)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,14 +65,10 @@ class _Moments8bit:
                 f"{type(self).__name__}.load_state_dict: the state has {len(moments)} moments of "
                 f"{sum(moment.size for moment in moments)} bytes, these {len(sizes)} parameters have {sum(sizes)} bytes"
             )
-        placed = {id(x): _placed(x, moment) for x, moment in zip(self.params, moments, strict=True)}
+        placed = {id(x): bridge.placed(x, moment, np.uint8) for x, moment in zip(self.params, moments, strict=True)}
         self.t = int(state.get("t", 0))
         setattr(self, bridge.MOMENTS_8BIT, placed)
         return len(moments)
-
-
-def _placed(param: Tensor, moments: np.ndarray[Any, np.dtype[np.uint8]]) -> cl.Buffer:
-    return cl.Buffer(param.context, cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR, hostbuf=moments)
 
 
 class Adam8bit(_Moments8bit, bridge.Adam):  # type: ignore[misc]  # netcl has no types

@@ -64,13 +64,6 @@ _HEADER = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A backward pass that has begun on this rank."""
-
-    number: int
-
-
 @dataclass
 class _Message:
     """Headers on their way: MPI writes into the arrays until the request is done."""
@@ -93,7 +86,7 @@ class Meeting:
         self._comm = comm
         self._ending = comm.Dup()  # on which nothing but the last call of a rank is waited for
         self._passes = 0
-        self._open: list[Pass] = []  # passes whose header has not been exchanged, the innermost last
+        self._open: list[object] = []  # what stands for passes whose header has not been exchanged, the innermost last
         self._parted: str = ""  # why the ranks cannot go on together
         self._unheard: _Message | None = None  # a header that the others have not answered yet
         self._hook = sys.excepthook
@@ -101,18 +94,18 @@ class Meeting:
         sys.excepthook = self._our_hook
         atexit.register(self._at_exit)
 
-    def begin_pass(self) -> Pass:
-        """A backward pass begins on this rank; it ends with a header. Passes may nest.
+    def begin_pass(self) -> object:
+        """A backward pass begins on this rank; it ends with a header. Passes may nest. Returns what stands for it.
 
         Raises:
             RankError: the ranks have parted.
         """
         self._require_together()
         self._passes += 1
-        self._open.append(Pass(self._passes))
+        self._open.append(object())
         return self._open[-1]
 
-    def is_open(self, begun: Pass) -> bool:
+    def is_open(self, begun: object) -> bool:
         """Returns whether this pass's header has not been exchanged yet."""
         return any(one is begun for one in self._open)
 
@@ -158,7 +151,7 @@ class Meeting:
         self._check(message.kind, message.headers)
         return message.headers
 
-    def failed(self, error: BaseException, begun: Pass | None = None) -> None:
+    def failed(self, error: BaseException, begun: object | None = None) -> None:
         """Tells the others that a pass ends in an error here, if its header is not behind it; they raise a RankError.
 
         Where they are still busy with that pass they will hear of it when they end it, and this rank goes on.

@@ -21,11 +21,21 @@ from clamp.casting.registry import OWNED
 from clamp.cli import doctor, main
 from clamp.cli.bench import command, products, steps
 from clamp.cli.bench.bandwidth import TENSORS, mixed_sizes
-from clamp.cli.bench.contenders import Case, Contender, random_tensor
 from clamp.cli.bench.networks import MLP
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
 from clamp.cli.bench.report import rows_of
-from clamp.cli.bench.timing import Effort, Race, Timing, counted_launches, interleave, settle, timed
+from clamp.cli.bench.timing import (
+    Case,
+    Contender,
+    Effort,
+    Race,
+    Timing,
+    counted_launches,
+    interleave,
+    random_tensor,
+    settle,
+    timed,
+)
 from clamp.cli.devices import UnknownDeviceError, choose_device, describe, is_simulator, slug
 from clamp.cli.lists import reached
 from clamp.opencl import trials
@@ -472,7 +482,7 @@ def test_bench_says_how_much_of_a_matrix_units_limit_a_product_reaches(
 
 def test_a_peer_times_what_it_can_and_says_what_it_cannot() -> None:
     with PeerProcess("numpy", threads=1, gpu=False) as peer:
-        assert peer.info.works == {"gemm": ["float32"]}
+        assert peer.works == {"gemm": ["float32"]}
         for layout in ("NN", "NT", "TN"):
             seconds = peer.turn("gemm", "float32", layout, "16")(3)
             assert len(seconds) == 3
@@ -500,7 +510,7 @@ def test_a_peer_that_does_not_start_is_left_out(
 ) -> None:
     monkeypatch.setattr("clamp.cli.bench.peers.KINDS", ("numpy", "json", "no_such_package"))
     with installed_peers(threads=1, gpu=False) as (peers, failures):
-        assert [peer.info.works for peer in peers] == [{"gemm": ["float32"]}]
+        assert [peer.works for peer in peers] == [{"gemm": ["float32"]}]
         assert list(failures) == ["json"]
 
 

@@ -12,8 +12,8 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.cli import main
 from clamp.cli.bench.networks import mlp
-from clamp.cli.bench.steps import Variant
 from clamp.cli.bench.timing import counted_launches
+from clamp.cli.bench.training import Variant
 from clamp.debug.profiler import Command, Gap, Profiler, Timeline, Total, Wait, merged
 from clamp.ops.cast import cast
 

@@ -86,7 +86,8 @@ def test_a_script_that_fails_is_reported(device: str, tmp_path: Path, capsys: py
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data here')")
     assert main(["warm", "--device", device, "--model", str(script)]) == 1
-    assert capsys.readouterr().err == f"{script}: ValueError: no data here\n"
+    said = capsys.readouterr().err.splitlines()  # on a machine that is busy also that it takes long
+    assert [line for line in said if not line.startswith("clamp: compiling")] == [f"{script}: ValueError: no data here"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import netcl.amp
@@ -20,8 +21,7 @@ from netcl import autograd as ag
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.cli.bench.contenders import Case, Contender, amp_in, dtypes_of, random_tensor
-from clamp.cli.bench.timing import counted_launches, timed
+from clamp.cli.bench.timing import Case, Contender, amp_in, counted_launches, dtypes_of, random_tensor, timed
 from clamp.ops.cast import cast_into
 from clamp.scaling.dynamic_scale import DynamicLossScale
 
@@ -162,7 +162,7 @@ class _Timed:
 def unscale_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
     """The scaler's pass over the gradients of 100 parameters of mixed sizes, with its read of the result."""
     sizes = mixed_sizes(elements)
-    holders = [_Holder(random_tensor(queue, (size,), "float32")) for size in sizes]
+    holders = [SimpleNamespace(grad=random_tensor(queue, (size,), "float32")) for size in sizes]
     # Scales of 1: gradients that are unscaled again and again must not shrink to subnormals.
     theirs = netcl.amp.GradScaler(init_scale=1.0)
     netcls = partial(theirs.unscale_grads, holders)
@@ -183,13 +183,6 @@ def mixed_sizes(elements: int) -> list[int]:
     weights = np.random.default_rng(1).pareto(0.8, TENSORS) + 0.01
     weights = np.minimum(weights, np.sort(weights)[-4])  # no single one outweighs the rest
     return [max(1, int(share * elements)) for share in weights / weights.sum()]
-
-
-@dataclass
-class _Holder:
-    """What netcl's scaler takes for a parameter."""
-
-    grad: Tensor
 
 
 def _scaler_pass(scaler: DynamicLossScale, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:

@@ -24,8 +24,6 @@ import clamp
 from clamp.cli import INTERRUPTED, USUAL_WORKS
 from clamp.cli.bench import networks
 from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
-from clamp.cli.bench.contenders import Case, dtypes_of
-from clamp.cli.bench.memory import checkpoint_case, memory_of
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.peers import PeerProcess, installed_peers
 from clamp.cli.bench.products import SHAPES, attention_cases, conv_cases, gemm_cases
@@ -41,8 +39,9 @@ from clamp.cli.bench.report import (
     rows_of,
     write_json,
 )
-from clamp.cli.bench.steps import Variant, call_cases, first_step_cases, make_variants, small_cases, step_case
-from clamp.cli.bench.timing import NORMAL, QUICK, Effort, interleave
+from clamp.cli.bench.steps import call_cases, first_step_cases, small_cases
+from clamp.cli.bench.timing import NORMAL, QUICK, Case, Effort, dtypes_of, interleave
+from clamp.cli.bench.training import Variant, checkpoint_case, make_variants, memory_of, step_case
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
 from clamp.debug.profiler import Profiler, Timeline
@@ -143,7 +142,7 @@ class Bench:
         on_gpu = not capabilities(self.queue).is_cpu
         peers, failures = stack.enter_context(installed_peers(self._threads(), on_gpu))
         self.notes += [f"{kind} did not start: {reason}" for kind, reason in failures.items()]
-        self.peers = {peer.info.label: peer.info.version for peer in peers}
+        self.peers = {peer.label: peer.version for peer in peers}
         return peers
 
     def _threads(self) -> int:

@@ -18,17 +18,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 
-from clamp.cli.bench.timing import Turn, settle, timed
+from clamp.cli.bench.timing import Contender, Turn, settle, timed
 from clamp.opencl import cache_writer
 from clamp.opencl.processor import host_cpu_flags
 
@@ -42,15 +40,6 @@ class PeerError(RuntimeError):
     """A peer failed, or its process ended."""
 
 
-@dataclass(frozen=True)
-class PeerInfo:
-    """What a peer says of itself."""
-
-    label: str  # its name in tables
-    version: str  # its version, and settings that matter
-    works: dict[str, list[str]]  # dtypes by kind of work
-
-
 class PeerProcess:
     """One peer's process, from ``with`` to the end of it.
 
@@ -58,29 +47,33 @@ class PeerProcess:
         kind: ``"numpy"`` or ``"torch"``.
         threads: threads that it may compute with.
         gpu: whether it is to compute on the GPU, if it can.
+
+    Attributes:
+        label: its name in tables.
+        version: its version, and settings that matter.
+        works: dtypes by kind of work.
     """
 
     def __init__(self, kind: str, threads: int, gpu: bool) -> None:
-        self._settings = blas_settings(threads)
+        settings = blas_settings(threads)
         self._process = subprocess.Popen(
             cache_writer.command(__name__, "serve", [kind, threads, gpu]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**cache_writer.environment(), **self._settings},
+            env={**cache_writer.environment(), **settings},
         )
         try:
-            hello = json.loads(self._answer())
-        except ValueError as error:
-            self._stop()
-            raise PeerError(f"it did not introduce itself: {error}") from error
-        except BaseException:
-            self._stop()
+            hello: dict[str, Any] = json.loads(self._answer())
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, ValueError):
+                raise PeerError(f"it did not introduce itself: {error}") from error
             raise
         # numpy's OpenBLAS is the only one that reads it.
-        core = self._settings.get("OPENBLAS_CORETYPE") if kind == "numpy" else None
-        version = hello["version"] + (f", OPENBLAS_CORETYPE={core}" if core else "")
-        self.info = PeerInfo(hello["label"], version, hello["works"])
+        core = settings.get("OPENBLAS_CORETYPE") if kind == "numpy" else None
+        self.version = hello["version"] + (f", OPENBLAS_CORETYPE={core}" if core else "")
+        self.label, self.works = hello["label"], hello["works"]
 
     def turn(self, *work: str) -> Turn:
         """A turn that has the peer time this work, ``("gemm", "float32", "NN", "1024")``.
@@ -115,16 +108,11 @@ class PeerProcess:
             raise PeerError(f"the process has ended with status {self._process.wait()}")
         return line.strip()
 
-    def _stop(self) -> None:
-        self._process.__exit__(None, None, None)  # closes the pipes: the child's loop ends
-
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
+    def __exit__(self, *exception: object) -> None:
+        self._process.__exit__(None, None, None)  # closes the pipes: the child's loop ends
 
 
 @contextmanager
@@ -141,6 +129,15 @@ def installed_peers(threads: int, gpu: bool) -> Iterator[tuple[list[PeerProcess]
             except PeerError as error:  # an installation that is broken, for instance
                 failures[kind] = str(error)
         yield peers, failures
+
+
+def peer_contenders(peers: Sequence[PeerProcess], work: str, *args: str, amount: float = 0.0) -> list[Contender]:
+    """Every peer in every dtype that it does this work in."""
+    return [
+        Contender(f"{peer.label} {dtype}", peer.turn(work, dtype, *args), amount, is_baseline=True)
+        for peer in peers
+        for dtype in peer.works.get(work, [])
+    ]
 
 
 def blas_settings(threads: int) -> dict[str, str]:

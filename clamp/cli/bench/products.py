@@ -13,9 +13,8 @@ from netcl.ops.matmul import matmul
 from netcl.ops.transpose import transpose2d
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.cli.bench.contenders import Case, Contender, dtypes_of, peer_contenders, random_tensor, under_amp
-from clamp.cli.bench.peers import PeerProcess
-from clamp.cli.bench.timing import Turn, timed
+from clamp.cli.bench.peers import PeerProcess, peer_contenders
+from clamp.cli.bench.timing import Case, Contender, Turn, dtypes_of, random_tensor, timed, under_amp
 from clamp.opencl import amx
 from clamp.opencl.device import capabilities
 from clamp.ops.conv import Window, conv2d, conv2d_input_grad, conv2d_weight_grad
@@ -81,7 +80,7 @@ def _limits(queue: cl.CommandQueue, peers: Sequence[PeerProcess]) -> dict[str, f
     if not device.amx:
         return {}
     limit = amx.limit(queue) / 1e9
-    peer_limits = {f"{peer.info.label} bfloat16": limit for peer in peers}
+    peer_limits = {f"{peer.label} bfloat16": limit for peer in peers}
     return {"clamp bfloat16": limit, "clamp float16": limit if device.amx_fp16 else limit / 4, **peer_limits}
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from clamp.cli.bench.contenders import Case
-from clamp.cli.bench.timing import Race
+from clamp.cli.bench.timing import Case, Race
 from clamp.cli.console import print_fitting
 from clamp.debug.profiler import Timeline
 

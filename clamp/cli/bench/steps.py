@@ -1,18 +1,13 @@
-"""A training step of a network, timed: netcl's layers, tape and optimizer; the first one of a process; and calls that
-AMP leaves alone.
-
-netcl alone runs a step in float32; clamp runs the same script with its two lines more, in each dtype.
-"""
+"""What is timed of what is mostly Python's: steps of small networks, calls that AMP leaves alone, and the first step of
+a process."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,17 +21,12 @@ import clamp
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.bench import networks
-from clamp.cli.bench.contenders import Case, Contender, activations_of, amp_in, dtypes_of, forget, peer_contenders
 from clamp.cli.bench.networks import MLP, README_MLP, Network, Trainer
-from clamp.cli.bench.peers import PeerProcess
-from clamp.cli.bench.timing import Turn, counted_launches, timed
-from clamp.debugging import MemoryMeter
-from clamp.handle import AmpHandle, NoOpHandle
+from clamp.cli.bench.peers import PeerProcess, peer_contenders
+from clamp.cli.bench.timing import Case, Contender, Turn, amp_in, counted_launches, dtypes_of, timed
 from clamp.opencl import cache_writer
 
 NETWORKS = networks.EXAMPLES  # whose first steps are timed
-_WARM_UP = 3
-_WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
 _SCALE = 1024.0  # from which no step of small networks is skipped
 _CALLS = 200  # timed as one
 _FUNCTIONS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
@@ -48,110 +38,6 @@ _FUNCTIONS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "sum": lambda x: (x,),
     "matmul_op": lambda x: (x, x),
 }
-
-
-@dataclass
-class Variant:
-    """One variant of the training, with its own model, optimizer and loss scale."""
-
-    queue: cl.CommandQueue  # where to train
-    network: Network  # what to train
-    dtype: str | None  # clamp's AMP dtype; None for netcl alone
-    level: str = "O1"  # of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
-    _scalers: dict[str, Any] | None = None
-    _first_loss: float | None = None
-    _trainer: Any = None
-
-    def _build(self) -> None:
-        """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
-        trainer = Trainer(self.queue, self.network)
-        self._batch = trainer.batch()
-        if self.level == "O2" and self.dtype is not None:
-            amp.decorate(trainer.model, trainer.optimizer, level="O2", dtype=self.dtype)
-        self._trainer = trainer
-
-    def turn(self, calls: int) -> list[float]:
-        """Times training steps, each with the loss read at its end."""
-        with self._amp() as handle:
-            return timed(partial(self._train, handle), self.queue.finish)(calls)
-
-    @contextmanager
-    def steps(self) -> Iterator[Callable[[], None]]:
-        """What trains one step, after a few: kernels are built, and the loss scale has come down."""
-        with self._amp() as handle:
-            for _ in range(_WARM_UP):
-                self._train(handle)
-            yield partial(self._train, handle)
-
-    def figures(self) -> dict[str, float]:
-        """The first loss, which is the same for all variants but for rounding, and the loss scale now."""
-        loss = {} if self._first_loss is None else {"first_loss": self._first_loss}
-        scale = {} if self._scalers is None else {"loss_scale": self._scalers["loss_scaler0"]["loss_scale"]}
-        return {**loss, **scale}
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of activations at the end of forward, and the peak of a whole step.
-
-        Activations leave out parameters, inputs and the 16-bit copies of weights; the peak includes gradients,
-        workspaces and those copies.
-        """
-        with self._amp() as handle:
-            forget(self._trainer, handle)
-            activations = activations_of(self._trainer, self._batch)
-            forget(self._trainer, handle)
-            with MemoryMeter() as meter:
-                self._train(handle)
-            return {"activations": activations, "peak of a step": meter.peak}
-
-    def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        value = self._trainer.train(handle, *self._batch).value.to_host().item()
-        self._first_loss = value if self._first_loss is None else self._first_loss
-
-    @contextmanager
-    def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
-        """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
-        with amp_in(self.dtype, level=self.level) as handle:
-            if self._trainer is None:
-                self._build()
-            if handle is None:
-                yield None
-                return
-            if self._scalers is None:
-                self._settle(handle)
-            else:
-                amp.load_state_dict(self._scalers)
-            try:
-                yield handle
-            finally:
-                self._scalers = amp.state_dict()
-
-    def _settle(self, handle: AmpHandle | NoOpHandle) -> None:
-        """Trains until the loss scale has come down to where steps are no longer skipped."""
-        for _ in range(_WARM_UP_LIMIT):
-            self._train(handle)
-            if handle.last_step is not None and handle.last_step.stepped:
-                return
-        raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
-
-
-def make_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str] = ("O1",)) -> dict[str, Variant]:
-    """netcl alone, and clamp in each dtype, at each level that makes a difference there."""
-    variants = {"netcl": Variant(queue, network, None), "clamp float32": Variant(queue, network, "float32")}
-    for dtype in dtypes_of(queue)[1:]:
-        for level in levels:
-            name = f"clamp {dtype}" if len(levels) == 1 else f"clamp {dtype} {level}"
-            variants[name] = Variant(queue, network, dtype, level)
-    return variants
-
-
-def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
-    """The step's time."""
-    contenders = [
-        Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
-        for name, variant in variants.items()
-    ]
-    contenders += peer_contenders(peers, network.work, network.description)
-    return Case(network.work, str(network), "ms", contenders)
 
 
 # ---------------------------------------------------------------------------------------------- small ones
@@ -239,13 +125,10 @@ class _Runner:
         place = map(str, cache_writer.place_of(self.device))
         # A file, not a module of a package: that package is of the clamp that is measured.
         command = [sys.executable, "-W", "ignore", networks.__file__, self.network, self.dtype, *place, then]
-        done = subprocess.run(
-            command, env={**environment, **kept, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            raise RuntimeError(said[-1] if said else f"ended with status {done.returncode}")
-        figures = json.loads(done.stdout.splitlines()[-1])
+        printed, failure = cache_writer.outcome(command, {**environment, **kept, "PYTHONPATH": path})
+        if failure:
+            raise RuntimeError(failure)
+        figures = json.loads(printed[-1])
         self.figures = {name: float(figure) for name, figure in figures.items() if name != "seconds"}
         return float(figures["seconds"])
 

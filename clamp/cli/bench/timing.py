@@ -1,4 +1,5 @@
-"""Timing contenders against each other: turn about, in one run, compared by their medians.
+"""Timing contenders against each other: turn about, in one run, compared by their medians; what a case is; and what the
+files that make cases share.
 
 A machine's speed drifts by more than the differences that matter. Contenders that take turns drift together, so
 their ratios stay true even where the figures themselves do not repeat.
@@ -7,17 +8,49 @@ their ratios stay true even where the figures themselves do not repeat.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 import wrapt
 
+from clamp import amp
+from clamp.bridge import Tensor
+from clamp.handle import AmpHandle, NoOpHandle
+from clamp.interrupts import holding
+from clamp.ops.cast import cast
+
 Turn = Callable[[int], list[float]]
 """One contender's turn: takes the number of calls to time and returns the seconds of each."""
+Extra = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do a case's work."""
+
+    name: str  # ``"netcl"``, ``"clamp float16"``, ``"OpenBLAS float32"``
+    turn: Turn  # times it
+    amount: float = 0.0  # what one call does, in the case's unit without its prefix: flops, bytes; not used for times
+    is_baseline: bool = False  # whether the others are compared with it
+    extra: Extra = field(default=dict)  # further figures, asked for after the timing
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work that several contenders do, turn about."""
+
+    work: str  # kind of work: ``"gemm"``
+    name: str  # which of its kind: ``"NN 1024"``
+    unit: str  # of the results: ``"GFLOP/s"``, ``"GB/s"`` or ``"ms"``
+    contenders: Sequence[Contender]  # in the order of the table
+    # what a contender's matrix unit does at most, in the unit, by the contender's name
+    limits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,33 +120,22 @@ def interleave(
     failures: dict[str, str] = {}
     interrupted = False
     try:
-        _run(turns, effort, before_turn, samples, failures)
-    except KeyboardInterrupt:
-        interrupted = True
-    timings = {name: Timing(tuple(samples[name])) for name in turns if samples[name] and name not in failures}
-    return Race(timings, failures, interrupted)
-
-
-def _run(
-    turns: Mapping[str, Turn],
-    effort: Effort,
-    before_turn: Callable[[str], None],
-    samples: dict[str, list[float]],
-    failures: dict[str, str],
-) -> None:
-    for number in range(-1, effort.rounds):
-        for name, turn in turns.items():
+        for number, name in product(range(-1, effort.rounds), turns):
             calls = 1 if number < 1 else _calls_in(number, effort, samples[name])
             if name in failures or calls == 0:
                 continue
             before_turn(name)
             try:
-                seconds = turn(calls)
+                seconds = turns[name](calls)
             except Exception as error:  # a driver or library that fails is a result, too
                 failures[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
                 continue
             if number >= 0:
                 samples[name] += seconds
+    except KeyboardInterrupt:
+        interrupted = True
+    timings = {name: Timing(tuple(samples[name])) for name in turns if samples[name] and name not in failures}
+    return Race(timings, failures, interrupted)
 
 
 def _calls_in(number: int, effort: Effort, samples: list[float]) -> int:
@@ -170,14 +192,39 @@ def settle(limit: float = 1.0) -> None:
 def counted_launches() -> Iterator[list[str]]:
     """Collects the names of the kernels launched inside the ``with``, as netcl's capture does."""
     names: list[str] = []
-    original = cl.Kernel.__call__
 
     def count(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names.append(instance.function_name)
         return wrapped(*args, **kwargs)
 
-    setattr(cl.Kernel, "__call__", wrapt.FunctionWrapper(original, count))  # noqa: B010  (mypy: a method)
-    try:
+    with holding(cl.Kernel, "__call__", wrapt.FunctionWrapper(vars(cl.Kernel)["__call__"], count)):
         yield names
-    finally:
-        setattr(cl.Kernel, "__call__", original)  # noqa: B010
+
+
+# ---------------------------------------------------------------------------------------------- what cases share
+
+
+def dtypes_of(queue: cl.CommandQueue) -> tuple[str, ...]:
+    """The dtypes that clamp computes in on a device."""
+    return ("float32", *amp.get_amp_supported_dtype(queue))
+
+
+def amp_in(dtype: str | None, **options: Any) -> AbstractContextManager[AmpHandle | NoOpHandle | None]:
+    """`amp.init` with a dtype; with None nothing, for netcl alone."""
+    return nullcontext() if dtype is None else amp.init(dtype=dtype, **options)
+
+
+def under_amp(turn: Turn, dtype: str) -> Turn:
+    """A turn, taken where AMP is on."""
+
+    def taken(calls: int) -> list[float]:
+        with amp_in(dtype):
+            return turn(calls)
+
+    return taken
+
+
+def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:
+    """Normally distributed numbers."""
+    host = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return cast(Tensor.from_host(queue, host), dtype)

@@ -1,0 +1,267 @@
+"""The training of a network: the time of its steps, beside that of peers; its memory, by both ways to run backward; and
+what checkpointing takes and saves.
+
+netcl alone runs a step in float32; clamp runs the same script with its two lines more, in each dtype.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pyopencl as cl
+from netcl.nn.layers import Sequential
+
+from clamp import amp
+from clamp.cli.bench.networks import Network, Trainer
+from clamp.cli.bench.peers import PeerProcess, peer_contenders
+from clamp.cli.bench.report import Row, memory_rows
+from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, timed
+from clamp.debug.memory_meter import by_kind, pieces_now
+from clamp.debugging import MemoryMeter
+from clamp.handle import AmpHandle, NoOpHandle
+
+_WARM_UP = 3
+_WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
+_STEPS = 3  # of a loop, whose loss stays until the next step has another
+_SCALE = 1024.0  # at which no step of such a loop is skipped
+_LAYERS = 6  # of a stack without pools are a block
+
+
+@dataclass
+class Variant:
+    """One variant of the training, with its own model, optimizer and loss scale."""
+
+    queue: cl.CommandQueue  # where to train
+    network: Network  # what to train
+    dtype: str | None  # clamp's AMP dtype; None for netcl alone
+    level: str = "O1"  # of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
+    master_weight: str | None = None  # of ``decorate``: what is kept of them from step to step
+    in_blocks: bool = False  # whether blocks of the network are checkpointed
+    in_8_bits: bool = False  # whether the moments of its Adam or AdamW are of 8 bits (`amp.optim`)
+    options: Mapping[str, Any] = field(default_factory=dict)  # more of `amp.init`
+    _scalers: dict[str, Any] | None = None
+    _first_loss: float | None = None
+    _trainer: Any = None
+
+    def _build(self) -> None:
+        """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
+        trainer = Trainer(self.queue, self.network)
+        self._batch = trainer.batch()
+        if self.in_8_bits:
+            kind = getattr(amp.optim, f"{self.network.optimizer}8bit")
+            trainer.optimizer = kind(trainer.model.parameters(), lr=self.network.lr)
+        if self.level == "O2" and self.dtype is not None:
+            model, optimizer = trainer.model, trainer.optimizer
+            amp.decorate(model, optimizer, level="O2", dtype=self.dtype, master_weight=self.master_weight)
+        if self.in_blocks:
+            trainer.model = _in_blocks(trainer.model)
+        self._trainer = trainer
+
+    def turn(self, calls: int) -> list[float]:
+        """Times training steps, each with the loss read at its end."""
+        with self._amp() as handle:
+            return timed(partial(self._train, handle), self.queue.finish)(calls)
+
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """What trains one step, after a few: kernels are built, and the loss scale has come down."""
+        with self._amp() as handle:
+            for _ in range(_WARM_UP):
+                self._train(handle)
+            yield partial(self._train, handle)
+
+    def figures(self) -> dict[str, float]:
+        """The first loss, which is the same for all variants but for rounding, and the loss scale now."""
+        loss = {} if self._first_loss is None else {"first_loss": self._first_loss}
+        scale = {} if self._scalers is None else {"loss_scale": self._scalers["loss_scaler0"]["loss_scale"]}
+        return {**loss, **scale}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of activations at the end of forward, and the peak of a whole step.
+
+        Activations leave out parameters, inputs and the 16-bit copies of weights; the peak includes gradients,
+        workspaces and those copies.
+        """
+        with self._amp() as handle:
+            activations = self._activations(handle)
+            return {"activations": activations, "peak of a step": self._peak(handle, partial(self._train, handle))}
+
+    def memory_of_loops(self) -> dict[str, int]:
+        """Returns bytes of activations when forward is over, and at the peak of a loop, without parameters and inputs
+        (see `MemoryMeter`); of the optimizer's state; and of that peak with state, weights and masters. netcl has one
+        way to run backward."""
+        gc.collect()
+        before = by_kind(pieces_now().values())  # of variants that are kept to be timed
+        peaks = {}
+        with self._amp() as handle:
+            self._loop(handle, of_loss=False)  # builds its kernels
+            activations = self._activations(handle)
+            for name, of_loss in (("tape.backward(loss)", False), ("loss.backward()", True)):
+                peaks[f"peak, {name}"] = self._peak(handle, partial(self._loop, handle, of_loss=of_loss))
+            self._forget(handle)
+            now = by_kind(pieces_now().values())
+        stays = {kind: now[kind] - before[kind] for kind in ("weights", "masters", "optimizer state")}
+        return {
+            "activations": activations,
+            **peaks,
+            "optimizer state": stays["optimizer state"],
+            "peak with weights and state": sum(stays.values()) + max(peaks.values()),
+        }
+
+    def _activations(self, handle: AmpHandle | NoOpHandle | None) -> int:
+        self._forget(handle)
+        with MemoryMeter() as meter:
+            graph = self._trainer.forward(*self._batch)
+            found = meter.activations
+        del graph
+        return found
+
+    def _peak(self, handle: AmpHandle | NoOpHandle | None, run: Callable[[], None]) -> int:
+        self._forget(handle)
+        with MemoryMeter() as meter:
+            run()
+        return meter.peak
+
+    def _forget(self, handle: AmpHandle | NoOpHandle | None) -> None:
+        """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
+        self._trainer.optimizer.zero_grad()
+        if handle is not None:
+            handle.clear_cache()
+        gc.collect()
+
+    def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
+        value = self._trainer.train(handle, *self._batch).value.to_host().item()
+        self._first_loss = value if self._first_loss is None else self._first_loss
+
+    def _loop(self, handle: Any, *, of_loss: bool) -> None:
+        optimizer, loss = self._trainer.optimizer, None
+        for _ in range(_STEPS):
+            if handle is None or not of_loss:
+                loss = self._trainer.train(handle, *self._batch)
+                continue
+            optimizer.zero_grad()
+            loss = self._trainer.loss(*self._batch)
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        del loss
+        self.queue.finish()
+
+    @contextmanager
+    def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
+        """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
+        with amp_in(self.dtype, level=self.level, **self.options) as handle:
+            if self._trainer is None:
+                self._build()
+            if handle is None:
+                yield None
+                return
+            if self._scalers is None:
+                self._settle(handle)
+            else:
+                amp.load_state_dict(self._scalers)
+            try:
+                yield handle
+            finally:
+                self._scalers = amp.state_dict()
+
+    def _settle(self, handle: AmpHandle | NoOpHandle) -> None:
+        """Trains until the loss scale has come down to where steps are no longer skipped."""
+        for _ in range(_WARM_UP_LIMIT):
+            self._train(handle)
+            if handle.last_step is not None and handle.last_step.stepped:
+                return
+        raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
+
+
+def _in_blocks(model: Any) -> Any:
+    """Returns the model with its blocks checkpointed: those that it has, else up to each pool, or six layers."""
+    if hasattr(model, "blocks"):
+        model.blocks = [partial(amp.checkpoint, block) for block in model.blocks]
+        return model
+    blocks: list[list[Any]] = [[]]
+    has_pools = any("Pool" in type(layer).__name__ for layer in model.layers)
+    for layer in model.layers:
+        blocks[-1].append(layer)
+        if "Pool" in type(layer).__name__ if has_pools else len(blocks[-1]) == _LAYERS:
+            blocks.append([])
+    head = Sequential(*blocks.pop()) if has_pools else Sequential()  # as a decoder's: it keeps little
+    parts = [Sequential(*block) for block in blocks if block]
+    for part in (*parts, head):
+        part.train()
+
+    def run(x: Any) -> Any:
+        for part in parts:
+            x = amp.checkpoint(part, x)
+        return head(x)
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- a step
+
+
+def make_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str]) -> dict[str, Variant]:
+    """netcl alone, and clamp in each dtype, at each level that makes a difference there."""
+    variants = {"netcl": Variant(queue, network, None), "clamp float32": Variant(queue, network, "float32")}
+    for dtype in dtypes_of(queue)[1:]:
+        for level in levels:
+            name = f"clamp {dtype}" if len(levels) == 1 else f"clamp {dtype} {level}"
+            variants[name] = Variant(queue, network, dtype, level)
+    return variants
+
+
+def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
+    """The step's time."""
+    contenders = [
+        Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
+        for name, variant in variants.items()
+    ]
+    contenders += peer_contenders(peers, network.work, network.description)
+    return Case(network.work, str(network), "ms", contenders)
+
+
+# ---------------------------------------------------------------------------------------------- loops
+
+
+def loops(queue: cl.CommandQueue, network: Network) -> dict[str, Callable[[], Variant]]:
+    """Returns what makes the variants whose loops are looked at, by the names of the contenders; netcl's first."""
+    halves = dtypes_of(queue)[1:]
+
+    def made(dtype: str | None, **more: Any) -> Callable[[], Variant]:
+        level = "O2" if more.get("master_weight") else "O1"
+        return partial(Variant, queue, network, dtype, level, options={"loss_scale": _SCALE}, **more)
+
+    found = {"netcl": made(None)} | {f"clamp {dtype}": made(dtype) for dtype in halves}
+    for dtype in halves[-1:]:
+        for kept in ("remainder", "stochastic"):
+            found[f"clamp {dtype} O2, {kept}"] = made(dtype, master_weight=kept)
+    found |= {f"clamp {dtype}, checkpoint": made(dtype, in_blocks=True) for dtype in halves}
+    for dtype in halves[-1:]:
+        found[f"clamp {dtype}, 8-bit state"] = made(dtype, in_8_bits=True)
+        small = partial(made, dtype, in_blocks=True, in_8_bits=True)
+        found[f"clamp {dtype}, checkpoint, 8-bit state"] = small()
+        found[f"clamp {dtype} O2, stochastic, checkpoint, 8-bit state"] = small(master_weight="stochastic")
+    return found
+
+
+def memory_of(queue: cl.CommandQueue, network: Network, left_out: Sequence[str] = ()) -> list[Row]:
+    """Returns the memory of all loops of a network, one after the other."""
+    found = {name: make().memory_of_loops() for name, make in loops(queue, network).items() if name not in left_out}
+    return memory_rows(str(network), found)
+
+
+def checkpoint_case(queue: cl.CommandQueue, network: Network) -> Case:
+    """Returns the time of a step with checkpointed blocks beside that of one without."""
+    dtype = dtypes_of(queue)[-1]
+    every = loops(queue, network)
+    contenders = [
+        Contender(name, every[name]().turn, is_baseline=name == f"clamp {dtype}")
+        for name in (f"clamp {dtype}", f"clamp {dtype}, checkpoint")
+    ]
+    return Case("checkpoint", str(network), "ms", contenders)
