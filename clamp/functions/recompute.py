@@ -184,7 +184,8 @@ class Segment:
             bridge.recorded_apart(self._tape) as nodes,
             holding(_thread, "run", _Run(nodes, is_again, self._unread, self._kept)),
         ):
-            return function(*args, **kwargs), nodes
+            result = function(*args, **kwargs)
+        return result, [*nodes, *_made_by_hand(result, nodes, (*args, *kwargs.values()))]
 
     def _keep_small(self, nodes: Sequence[Node]) -> None:
         """Of what the ops of the first run would keep, what there is room for."""
@@ -297,6 +298,34 @@ def _ends(nodes: list[Node]) -> dict[Hashable, Node]:
                 nodes.append(parent)
             else:
                 found.setdefault(("leaf", id(parent.value)) if bridge.is_leaf(parent) else id(parent), parent)
+    return found
+
+
+def _made_by_hand(result: Any, nodes: Sequence[Node], args: Sequence[Any]) -> list[Node]:
+    """The nodes that were computed from some of a function's, and that no op has recorded: the user has made them.
+
+    Args:
+        result: the function's, in nested containers.
+        nodes: those that were recorded.
+        args: the function's, below which none is.
+    """
+    inside, given, found = {id(node) for node in nodes}, set(map(id, args)), list[Node]()
+
+    def is_another(node: Any) -> bool:
+        is_theirs = isinstance(node, Node) and not getattr(node, "is_clamps", False)
+        return is_theirs and bool(node.parents) and id(node) not in inside and id(node) not in given
+
+    def look(x: Any) -> Any:
+        for node in bridge.in_order(x, is_another) if is_another(x) else ():
+            if id(node) not in inside and any(id(parent) in inside for parent in node.parents):
+                inside.add(id(node))
+                found.append(node)
+        return x
+
+    mapped(result, look)
+    for node in nodes:
+        for parent in node.parents:
+            look(parent)
     return found
 
 

@@ -627,3 +627,32 @@ def test_what_is_small_for_its_time_is_not_computed_again(
     assert len(launched[1]) <= len(launched[2]) - (block is _attention)
     for found in gradients[1:]:
         assert_same(found, gradients[0])
+
+
+@pytest.mark.parametrize("place", ["last", "in the middle", "two of them"])
+def test_nodes_made_by_hand_are_computed_again(queue: cl.CommandQueue, place: str) -> None:
+    """Without an op's help: what they were made from goes, as of any other."""
+    x, w = (Node(to_device(queue, np.eye(4) + each), requires_grad=True) for each in (0.25, 0.5))
+    seen: list[weakref.ref[Tensor]] = []
+
+    def doubled(node: Node) -> Node:
+        value = ag.mul(Node(node.value), 2.0).value
+        return Node(value=value, grad_fn=lambda grad: [ag.mul(Node(grad), 2.0).value], parents=[node])
+
+    def block(y: Node) -> Node:
+        hidden = ag.tanh(ag.matmul_op(y, w))
+        seen.append(weakref.ref(hidden.value))
+        made = doubled(hidden)
+        return {"last": made, "in the middle": ag.tanh(made)}.get(place) or doubled(made)
+
+    gradients = []
+    with amp.init(loss_scale=1.0):
+        for checkpoint in (plainly, amp.checkpoint):
+            x.value.grad = w.value.grad = None
+            result = checkpoint(block, x)
+            assert (seen[-1]() is None) == (checkpoint is amp.checkpoint)
+            Tape().backward(ag.sum(ag.mul(result, result)))
+            gradients.append([node.value.grad.to_host() for node in (x, w)])
+            del result
+    assert len(seen) == 3
+    assert_same(*gradients)
