@@ -287,8 +287,12 @@ def graph(root: Node) -> list[Node]:
     return found
 
 
-def in_order(root: Node) -> list[Node]:
-    """Every node below root, root included and last: each after those that it was computed from."""
+def in_order(root: Node, goes_on: Callable[[Node], bool] = lambda _: True) -> list[Node]:
+    """Every node below root, root included and last: each after those that it was computed from.
+
+    Args:
+        goes_on: returns whether what is below a node is looked at.
+    """
     found: list[Node] = []
     seen = {id(root)}
     stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.parents))]
@@ -300,7 +304,7 @@ def in_order(root: Node) -> list[Node]:
             stack.pop()
         else:
             seen.add(id(parent))
-            stack.append((parent, iter(parent.parents)))
+            stack.append((parent, iter(parent.parents if goes_on(parent) else ())))
     return found
 
 

@@ -239,7 +239,8 @@ def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """``function(*args, **kwargs)``, whose activations are not kept: backward computes them again.
+    """``function(*args, **kwargs)``, whose activations are not kept: backward computes them again, but for results of
+    attention and statistics of batch norms, up to a sixteenth of all bytes.
 
     What a model of many blocks keeps for backward is then one input a block, for one forward more::
 

@@ -8,6 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, owned_value
 from clamp.casting.registry import implements
+from clamp.functions.recompute import kept
 from clamp.ops import attention as ops
 from clamp.ops.rope import rope as rotate
 
@@ -20,13 +21,18 @@ def flash_attention(
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
 
-    Backward keeps q, k, v and a float a query, neither the weights nor the result.
+    Backward keeps q, k, v and a float a query, neither the weights nor the result; a checkpointed block keeps both the
+    result and the float, which take longer than all else to compute again and have no more bytes than a projection.
 
     Returns:
         The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
     """
     operands = qo, ko, vo = float_operands(casting, q, k, v)
-    out, lse = ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=casting.result_dtype(*operands))
+    dtype = casting.result_dtype(*operands)
+    out, lse = kept(
+        lambda: ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=dtype),
+        ("attention", qo.shape, ko.shape, vo.shape, causal, scale, dtype), operands,
+    )  # fmt: skip
 
     def backward(grad: Tensor) -> ops.Gradients:
         return _gradients(qo, ko, vo, lse, grad, causal, scale)

@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, owned_value
 from clamp.casting.registry import implements
-from clamp.functions.recompute import is_recomputing
+from clamp.functions.recompute import is_recomputing, kept
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops import norm_sets
@@ -80,19 +80,25 @@ def _normalized_batch(
         moved = _statistics_of(name, xo, xo.shape[1], running_mean, running_var)
     if training and is_recomputing():
         moved = [None, None]
-    dtype, eps = casting.result_dtype(xo), float(eps)
-    if training:
-        out, mean, var = planes_ops.batch_norm(
+    dtype, eps, made = casting.result_dtype(xo), float(eps), list[Tensor]()
+
+    def of_the_batch() -> tuple[Tensor, Tensor]:
+        result, mean, var = planes_ops.batch_norm(
             xo.value, go.value, bo.value, *moved,
             momentum=float(momentum), eps=eps, out_dtype=dtype, activation=activation,
         )  # fmt: skip
+        made.append(result)
+        return mean, var
+
+    if training:
+        mean, var = kept(of_the_batch, ("batch norm", xo.shape, go.shape, bo.shape), (xo, go, bo))
     else:
         mean, var = moved
         if any(operand.needs_grad for operand in (xo, go, bo)):
             mean, var = _copy(mean), _copy(var)
-        out = planes_ops.batch_norm_inference(
-            xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
-        )
+    out = made.pop() if made else planes_ops.batch_norm_inference(
+        xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
+    )  # fmt: skip
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         return planes_ops.batch_norm_backward(

@@ -4,7 +4,8 @@ Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost", 2
 recorded for backward is let go of; its results become one node. In backward it runs once more, in the region of its
 forward, with the random numbers of its forward, and its gradients are those of that graph. Parameters and other nodes
 that it reads from outside are parents of the node, so that whatever holds for gradients (scales, marks, averages over
-ranks) holds for theirs.
+ranks) holds for theirs. Of ops that take long for the size of what they give (attention, statistics) the first run's
+values are kept, as by a policy of PyTorch's selective activation checkpointing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import mapped
+from clamp.casting.operands import Operand
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
 from clamp.opencl.host_steps import Drawn
@@ -28,12 +31,33 @@ from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import weights
 
 OP = "checkpoint"
+_ROOM = 16  # what a forward keeps for its next run has at most this part of the bytes of all that it computes
+
+#: place among a forward's nodes -> what decides on an op's values, the values, and when they were made
+_Kept = dict[int, tuple[Hashable, tuple[Tensor, ...], tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A forward that is under way.
+
+    Attributes:
+        nodes: what it has recorded, in order; what else is known of them goes by their places there.
+        is_again: whether it has run before, in which run ``unread`` and ``kept`` were found; else it notes ``kept``.
+        unread: those that need not be computed.
+        kept: what is not to be computed again.
+    """
+
+    nodes: list[Node]
+    is_again: bool
+    unread: frozenset[int]
+    kept: _Kept
 
 
 class _RecomputeState(threading.local):
     draws: tuple[list[Drawn], ...] = ()  # of the forwards that are under way, one in another
     again: Iterator[Drawn] | None = None  # the draws of the forward that is being run again
-    needless: tuple[list[Node], frozenset[int]] = ([], frozenset())  # its nodes, and the places of those not to compute
+    run: _Run | None = None  # the innermost
 
 
 _thread = of_threads(_RecomputeState())
@@ -75,8 +99,35 @@ def computed(make: Callable[[], Tensor], like: Tensor, shape: Sequence[int], dty
 
 def is_needless() -> bool:
     """Returns whether a forward is run again here, and nothing in it reads the result of the op that is next."""
-    nodes, places = _thread.needless
-    return len(nodes) in places and bridge.is_grad_enabled() and bridge.is_recorded_in(nodes)
+    run = _thread.run
+    return run is not None and len(run.nodes) in run.unread and _records(run)
+
+
+def _records(run: _Run) -> bool:
+    return bridge.is_grad_enabled() and bridge.is_recorded_in(run.nodes)
+
+
+def kept(make: Callable[[], tuple[Tensor, ...]], key: Hashable, operands: Sequence[Operand]) -> tuple[Tensor, ...]:
+    """What an op computes that takes long for its size. A forward that will be run again keeps it until then, as far as
+    there is room, unless somebody writes to it.
+
+    Args:
+        make: computes it.
+        key: the op, and what else than its operands' values decides on what it computes.
+        operands: those of the op.
+    """
+    run = _thread.run
+    if run is None or not _records(run) or not any(isinstance(x.parent, Node) and x.needs_grad for x in operands):
+        return make()
+    place = len(run.nodes)
+    if not run.is_again:
+        values = make()
+        run.kept[place] = key, values, moment()
+        return values
+    known, values, made = run.kept.get(place, (None, (), (0, 0)))
+    if known != key or any(changed_since(x, made) for x in values):
+        return make()
+    return tuple(bridge.view(x, x.shape) for x in values)
 
 
 def asked_before(weight: Tensor, kind: Hashable) -> bool:
@@ -107,11 +158,12 @@ class Segment:
         self._generators = np.random.get_state(), random.getstate()
         self._around = same_around()
         self._draws: list[Drawn] = []
-        self._unread = frozenset[int]()
+        self._unread, self._kept = frozenset[int](), _Kept()
         self._began = moment()
         with holding(_thread, "draws", (*_thread.draws, self._draws)):
-            result, nodes = self._run()
+            result, nodes = self._run(is_again=False)
         self._unread = graphs.unread(nodes)
+        self._keep_small(nodes)
         self._ends = _ends(nodes.copy())
         outs = _computed(result, nodes) if self._ends else []
         self.in_half = any(bridge.STORAGE.get(node.value.dtype) == "f16" for node in nodes)
@@ -126,10 +178,25 @@ class Segment:
         """A backward pass begins."""
         self._grads.clear()
 
-    def _run(self) -> tuple[Any, list[Node]]:
+    def _run(self, *, is_again: bool) -> tuple[Any, list[Node]]:
         function, args, kwargs = self._call
-        with bridge.recorded_apart(self._tape) as nodes, holding(_thread, "needless", (nodes, self._unread)):
-            return function(*args, **kwargs), nodes
+        with (
+            bridge.recorded_apart(self._tape) as nodes,
+            holding(_thread, "run", _Run(nodes, is_again, self._unread, self._kept)),
+        ):
+            result = function(*args, **kwargs)
+        return result, [*nodes, *_made_by_hand(result, nodes, (*args, *kwargs.values()))]
+
+    def _keep_small(self, nodes: Sequence[Node]) -> None:
+        """Of what the ops of the first run would keep, what there is room for."""
+        computed = [x.value for x in nodes if x.value.dtype in bridge.STORAGE] if self._kept else []
+        room = sum(map(bridge.nbytes, computed)) // _ROOM
+        for place, (_, values, _) in list(self._kept.items()):
+            size = sum(map(bridge.nbytes, values))
+            if size > room:
+                del self._kept[place]
+            else:
+                room -= size
 
     def _nodes(self, outs: Sequence[Node]) -> list[Any]:
         """The nodes that stand for computed ones. Several have one parent, whose gradients are computed together, when
@@ -162,7 +229,7 @@ class Segment:
         """Runs the function again, and backward through it: gradients of the nodes that it reads from outside."""
         self._require_unwritten()
         with self._as_it_was():
-            result, nodes = self._run()
+            result, nodes = self._run(is_again=True)
         outs = _computed(result, nodes)
         ends = _ends(nodes)
         if [_kind(out) for out in outs] != self._kinds:
@@ -231,6 +298,34 @@ def _ends(nodes: list[Node]) -> dict[Hashable, Node]:
                 nodes.append(parent)
             else:
                 found.setdefault(("leaf", id(parent.value)) if bridge.is_leaf(parent) else id(parent), parent)
+    return found
+
+
+def _made_by_hand(result: Any, nodes: Sequence[Node], args: Sequence[Any]) -> list[Node]:
+    """The nodes that were computed from some of a function's, and that no op has recorded: the user has made them.
+
+    Args:
+        result: the function's, in nested containers.
+        nodes: those that were recorded.
+        args: the function's, below which none is.
+    """
+    inside, given, found = {id(node) for node in nodes}, set(map(id, args)), list[Node]()
+
+    def is_another(node: Any) -> bool:
+        is_theirs = isinstance(node, Node) and not getattr(node, "is_clamps", False)
+        return is_theirs and bool(node.parents) and id(node) not in inside and id(node) not in given
+
+    def look(x: Any) -> Any:
+        for node in bridge.in_order(x, is_another) if is_another(x) else ():
+            if id(node) not in inside and any(id(parent) in inside for parent in node.parents):
+                inside.add(id(node))
+                found.append(node)
+        return x
+
+    mapped(result, look)
+    for node in nodes:
+        for parent in node.parents:
+            look(parent)
     return found
 
 

@@ -21,6 +21,7 @@ from netcl.optim import SGD, Adam
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tape, Tensor
 from clamp.cli.bench.timing import counted_launches
+from clamp.functions import recompute
 from clamp.params.weight_cache import weights
 from tests.networks import batch
 from tests.reference import assert_same, to_device, to_numpy
@@ -576,3 +577,82 @@ def test_what_no_gradient_reads_is_computed_again_only_if_asked_for(queue: cl.Co
             np.testing.assert_array_equal(grad, expected)
     assert len(seen) == 4
     np.testing.assert_array_equal(seen[3], seen[2])
+
+
+def _attention(x: Node, w: Node) -> tuple[Node, Node]:
+    q, k, v = (ag.tanh(ag.reshape(ag.matmul_op(ag.mul(x, each), w), (2, 2, 32, WIDTH))) for each in (1.0, 0.5, 2.0))
+    out = ag.flash_attention(q, k, v)
+    return ag.matmul_op(ag.reshape(out, x.value.shape), w), out
+
+
+def _batch_norm(x: Node, w: Node) -> tuple[Node, Node]:
+    scales = [to_device(x.value.queue, np.full(8, scale)) for scale in (1.5, 0.25, 0.0, 1.0)]
+    out = ag.batch_norm2d(ag.tanh(ag.matmul_op(x, w)), *map(Node, scales[:2]), *scales[2:])
+    return ag.tanh(out), out
+
+
+@pytest.mark.parametrize(
+    ("block", "how"), [(_attention, "no room"), (_attention, "written to"), (_batch_norm, "no room")]
+)
+def test_what_is_small_for_its_time_is_not_computed_again(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, block: Callable[[Node, Node], tuple[Node, Node]], how: str
+) -> None:
+    """Attention, and the statistics of batch norm: unless they are large beside the block, or written to."""
+    draw = np.random.default_rng(3)
+    x, w = (
+        Node(to_device(queue, draw.standard_normal(shape)), requires_grad=True)
+        for shape in ((4, 8, 4, WIDTH), (WIDTH, WIDTH))
+    )
+    gradients, launched = [], []
+    with amp.init(dtype="bfloat16", loss_scale=1.0):
+        for checkpoint, is_lost in ((plainly, False), (amp.checkpoint, False), (amp.checkpoint, True)):
+            if is_lost and how == "no room":
+                monkeypatch.setattr(recompute, "_ROOM", 1 << 40)
+            x.value.grad = w.value.grad = None
+            seen: list[Tensor] = []
+
+            def run(y: Node, seen: list[Tensor] = seen) -> Node:
+                result, inner = block(y, w)
+                seen.append(inner.value)
+                return result
+
+            loss = ag.mean(checkpoint(run, ag.mul(x, 1.5)))
+            if is_lost and how == "written to":
+                seen[0].write(np.zeros(seen[0].shape, np.float32))
+            with counted_launches() as counted:
+                Tape().backward(loss)
+            launched.append(sorted(counted))
+            gradients.append([node.value.grad.to_host() for node in (x, w)])
+    assert launched[1] != launched[2]
+    assert len(launched[1]) <= len(launched[2]) - (block is _attention)
+    for found in gradients[1:]:
+        assert_same(found, gradients[0])
+
+
+@pytest.mark.parametrize("place", ["last", "in the middle", "two of them"])
+def test_nodes_made_by_hand_are_computed_again(queue: cl.CommandQueue, place: str) -> None:
+    """Without an op's help: what they were made from goes, as of any other."""
+    x, w = (Node(to_device(queue, np.eye(4) + each), requires_grad=True) for each in (0.25, 0.5))
+    seen: list[weakref.ref[Tensor]] = []
+
+    def doubled(node: Node) -> Node:
+        value = ag.mul(Node(node.value), 2.0).value
+        return Node(value=value, grad_fn=lambda grad: [ag.mul(Node(grad), 2.0).value], parents=[node])
+
+    def block(y: Node) -> Node:
+        hidden = ag.tanh(ag.matmul_op(y, w))
+        seen.append(weakref.ref(hidden.value))
+        made = doubled(hidden)
+        return {"last": made, "in the middle": ag.tanh(made)}.get(place) or doubled(made)
+
+    gradients = []
+    with amp.init(loss_scale=1.0):
+        for checkpoint in (plainly, amp.checkpoint):
+            x.value.grad = w.value.grad = None
+            result = checkpoint(block, x)
+            assert (seen[-1]() is None) == (checkpoint is amp.checkpoint)
+            Tape().backward(ag.sum(ag.mul(result, result)))
+            gradients.append([node.value.grad.to_host() for node in (x, w)])
+            del result
+    assert len(seen) == 3
+    assert_same(*gradients)

@@ -21,6 +21,7 @@ HANDLES: tuple[dict[str, Any] | None, ...] = (
 )
 REGIONS = ("as it is",) * 6 + ("disable_casts", "autocast off", "bfloat16", "float16")
 HOWS = (*("backward",) * 9, *("tape", "twice", "stop inside", "fail in backward") * 2, "clip inside", "step inside")
+MASTERS = (True, "remainder", "stochastic", "kahan")
 NETS = (0, 1, 2)
 SCALERS = (0, 0, 0, 1, 2)
 WHICH = (0, 1)  # of two parameters
@@ -48,7 +49,16 @@ def program(random: Random) -> Program:
                 fails=random.random() < 0.1,
             )
         )
-    return Program(random.choice(HANDLES), functions, tuple(turns), random.choice((3, 3, 3, 2, 0)), wrapped)
+    return Program(
+        random.choice(HANDLES),
+        functions,
+        tuple(turns),
+        random.choice((3, 3, 3, 2, 0)),
+        wrapped,
+        random.choice(MASTERS),
+        random.random() < 0.25,
+        random.random() < 0.25,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- functions

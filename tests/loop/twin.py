@@ -69,6 +69,9 @@ class Program:
         turns: in their order.
         half: from which network on parameters have 16 bits, and masters.
         wrapped: whether the last optimizer has a wrapper, with a loss scale for each of two losses.
+        master_weight: of those 16-bit parameters.
+        in_blocks: whether networks run in ``amp.checkpoint``.
+        retains: whether the first backward of a pass says ``retain_graph=True``.
     """
 
     handle: dict[str, Any] | None
@@ -76,6 +79,9 @@ class Program:
     turns: tuple[Turn, ...]
     half: int = 3
     wrapped: bool = False
+    master_weight: bool | str = True
+    in_blocks: bool = False
+    retains: bool = False
 
 
 class Stop(Exception):
@@ -86,7 +92,8 @@ class Twin:
     """One run's networks, optimizers, scalers, and the parts of loops on them."""
 
     def __init__(self, queue: cl.CommandQueue, program: Program) -> None:
-        self.queue = queue
+        self.queue, self.in_blocks = queue, program.in_blocks
+        self.backward = {"retain_graph": True} if program.retains else {}
         np.random.seed(0)
         shared = Linear(queue, INPUTS, 6)
         self.nets = [
@@ -110,14 +117,16 @@ class Twin:
         self.handle: Any = None
         self.init(program.handle)
         if self.handle is not None and program.half < len(self.nets):
-            amp.decorate(self.nets[program.half :], self.optimizers[program.half :], level="O2")
+            models, optimizers = self.nets[program.half :], self.optimizers[program.half :]
+            amp.decorate(models, optimizers, level="O2", master_weight=program.master_weight)
         if self.handle is not None and program.wrapped:
             self.wrapped: Any = self.handle.wrap_optimizer(self.optimizers[2], num_loss=2)
 
     # ------------------------------------------------------------------------------------------ inside or outside
 
     def loss(self, net: int, squares: bool, x: Any, y: Any) -> Node:
-        return loss_of(self.nets[net], x if isinstance(x, Node) else ag.tensor(x), y, squares)
+        model = partial(amp.checkpoint, self.nets[net]) if self.in_blocks else self.nets[net]
+        return loss_of(model, x if isinstance(x, Node) else ag.tensor(x), y, squares)
 
     def named(self, optimizers: Sequence[int]) -> list[Any]:
         return [self.optimizers[number] for number in optimizers]
@@ -133,9 +142,9 @@ class Twin:
             if how == "fail in backward" and self.fails:
                 fail_below(loss, Stop("in backward"))
             if how == "tape":
-                ag.Tape().backward(scaled)
+                ag.Tape().backward(scaled, **self.backward)
             else:
-                scaled.backward()
+                scaled.backward(**self.backward)
             if how == "twice":
                 scaled.backward()
             elif how == "clip inside":
