@@ -52,9 +52,12 @@ def test_whatever_a_trial_does_the_others_have_their_verdicts(queue: cl.CommandQ
 @pytest.mark.once
 @pytest.mark.slow
 def test_a_trial_that_does_not_end_is_ended(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_SECONDS", 15.0)
-    found = trials.verdicts(queue.device, f"{_HERE}:ENDLESS")
-    assert found == {"prints": trials.RIGHT, "never ends": "not done after 15 s"}
+    found, seconds = {}, 1
+    while (len(found) < 2 or found["prints"] != trials.RIGHT) and seconds < 81:  # a slow machine needs more to begin
+        seconds *= 3
+        monkeypatch.setattr(trials, "_SECONDS", seconds)
+        found = trials.verdicts(queue.device, f"{_HERE}:ENDLESS", anew=True)
+    assert found == {"prints": trials.RIGHT, "never ends": f"not done after {seconds} s"}
 
 
 def test_verdicts_are_remembered_and_tried_anew_on_demand(

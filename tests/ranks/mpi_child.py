@@ -23,6 +23,7 @@ from netcl.optim import SGD
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.opencl.device import list_devices
+from clamp.ranks import rendezvous
 from tests.networks import batch, loss_of, mlp, weights_of
 
 warnings.simplefilter("ignore", cl.CompilerWarning)
@@ -266,6 +267,11 @@ def at(place: str, act: Callable[[], None]) -> Callable[[int, str], None]:
     return event
 
 
+def wait_briefly() -> None:
+    """For others that never hear, or that end without a word: nothing comes of waiting for them."""
+    rendezvous._PATIENCE, rendezvous._LAST_WORDS = 2.0, 0.5
+
+
 def fail() -> None:
     raise ValueError("no such image")
 
@@ -282,6 +288,7 @@ def raises_outside(queue: cl.CommandQueue) -> None:
 
 @mode
 def exits(queue: cl.CommandQueue) -> None:
+    wait_briefly()
     train_until(queue, at("outside", lambda: sys.exit(3)))
 
 
@@ -293,6 +300,7 @@ def dies(queue: cl.CommandQueue) -> None:
 @mode
 def waits_elsewhere(queue: cl.CommandQueue) -> None:
     """Rank 1 fails while the others wait for it in a message of their own."""
+    wait_briefly()
 
     def event(step: int, where: str) -> None:
         if step == 2 and where == "outside":
@@ -311,6 +319,7 @@ def does_fewer_passes(queue: cl.CommandQueue) -> None:
     def done() -> None:
         raise Done
 
+    wait_briefly()
     try:
         train_until(queue, at("outside", done))
     except Done:
