@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.arguments import mapped
+from clamp.casting.arguments import mapped, tensors_in
 from clamp.casting.operands import Operand
 from clamp.casting.regions import same_around
 from clamp.interrupts import holding, of_threads
@@ -162,6 +163,7 @@ class Segment:
         self._began = moment()
         with holding(_thread, "draws", (*_thread.draws, self._draws)):
             result, nodes = self._run(is_again=False)
+        self._ended = moment()  # the function may have written to what it was given
         self._unread = graphs.unread(nodes)
         self._keep_small(nodes)
         self._ends = _ends(nodes.copy())
@@ -237,10 +239,14 @@ class Segment:
         if not ends.keys() <= self._ends.keys():
             _differs("reads other tensors that need a gradient")
         delivery.narrow_for_others(nodes)
+        late = [weakref.ref(node.value) for node in nodes if isinstance(node.value, bridge.Late)]
         run = bridge.gradients_between(outs, list(ends.values()), nodes)
         bridge.cut([x for x in nodes if x.grad_fn is not None and not isinstance(x, bridge.OffTape)], _not_returned)
         del result, nodes, outs
         found = dict(zip(ends, run(grads), strict=True))
+        for reference in late:  # what somebody holds is to be of now, whenever it is read
+            if (value := reference()) is not None:
+                value.buffer  # noqa: B018
         return [found.get(key) for key in self._ends]
 
     @contextmanager
@@ -257,13 +263,15 @@ class Segment:
             random.setstate(generators[1])
 
     def _require_unwritten(self) -> None:
-        for end in self._ends.values():
-            value = end.value
-            if changed_since(value, self._began):
+        _, args, kwargs = self._call
+        read = [(end.value, self._began) for end in self._ends.values()]
+        for value, then in [*read, *((x, self._ended) for x in tensors_in((args, kwargs)))]:
+            if changed_since(value, then):
                 raise RuntimeError(
                     f"a tensor of shape {tuple(value.shape)} that a checkpointed function reads was written to between "
                     "its forward and backward, so that running it again would give the gradients of another forward: "
-                    "run backward before optimizer.step(), or call the function without amp.checkpoint"
+                    "run backward before optimizer.step(), and before the tensor of a batch gets the next one, or call "
+                    "the function without amp.checkpoint"
                 )
 
 

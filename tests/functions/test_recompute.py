@@ -413,7 +413,7 @@ def test_a_function_that_computes_something_else_in_backward_raises(
     assert z.grad.to_host().tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("how", ["step", "netcl's step", "write", "master's step"])
+@pytest.mark.parametrize("how", ["step", "netcl's step", "write", "write to the batch", "master's step"])
 def test_weights_that_change_before_backward_raise(queue: cl.CommandQueue, how: str) -> None:
     level = "O2" if how == "master's step" else "O1"
     handle = amp.init(level=level, loss_scale=1.0, enabled=how != "netcl's step")
@@ -425,8 +425,9 @@ def test_weights_that_change_before_backward_raise(queue: cl.CommandQueue, how: 
         for param in (*layer.parameters(), *other.parameters()):
             param.grad = to_device(queue, np.ones(param.shape))
         others.step()
-        if changes and how == "write":
-            layer.weight.write(np.ones(layer.weight.shape, np.float32))
+        if changes and how.startswith("write"):
+            written = x.value if how == "write to the batch" else layer.weight
+            written.write(np.ones(written.shape, np.float32))
         elif changes:
             optimizer.step()
         for param in layer.parameters():
@@ -656,3 +657,19 @@ def test_nodes_made_by_hand_are_computed_again(queue: cl.CommandQueue, place: st
             del result
     assert len(seen) == 3
     assert_same(*gradients)
+
+
+def test_what_is_kept_of_a_block_that_runs_again_is_of_then(queue: cl.CommandQueue) -> None:
+    """Also what no gradient reads, if its input is overwritten before somebody looks."""
+    x, kept = Node(to_device(queue, np.ones((4, 8))), requires_grad=True), list[Node]()
+
+    def block(y: Node) -> Node:
+        kept.append(ag.mul(y, 2.0))
+        kept.append(ag.add(kept[-1], 1.0))
+        return kept[-1]
+
+    with amp.init(loss_scale=1.0):
+        ag.sum(amp.checkpoint(block, x)).backward()
+        x.value.write(np.full((4, 8), 5.0, np.float32))
+        found = [float(node.value.to_host()[0, 0]) for node in kept]
+    assert found == [2.0, 3.0, 2.0, 3.0]
