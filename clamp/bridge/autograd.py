@@ -15,7 +15,7 @@ from netcl.autograd.engine import Tape as Tape
 from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
 from clamp.bridge.netcl_functions import own_copy
-from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained
+from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -37,6 +37,9 @@ def needs_grad(x: TensorLike) -> bool:
     if not isinstance(x, Node):
         return is_trained(x)
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
+
+
+without_dicts(Node, "is_clamps", "place_on_tape", "children", "last_pass")
 
 
 class _WithBackward(Node):  # type: ignore[misc]
@@ -115,12 +118,14 @@ def note_child(node: Node) -> None:
     child = weakref.ref(node)
     for parent in node.parents:
         if parent.parents:
-            vars(parent).setdefault("children", []).append(child)
+            if not hasattr(parent, "children"):
+                parent.children = []
+            parent.children.append(child)
 
 
 def children(nodes: Iterable[Node]) -> list[Node]:
     """The nodes that were computed from these, as ``note_child`` was told, and live."""
-    return [child for node in nodes for x in vars(node).get("children", ()) if (child := x()) is not None]
+    return [child for node in nodes for x in getattr(node, "children", ()) if (child := x()) is not None]
 
 
 def references(node: Node, tape: Tape | None) -> int:

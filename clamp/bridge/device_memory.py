@@ -71,8 +71,8 @@ def _with_subclasses(kind: type) -> set[type]:
 
 def living_tensors() -> list[Seen]:
     """All tensors of the process that lie in device memory."""
-    seen = [(weakref.ref(x), vars(x).get("buffer")) for x in instances_of(Tensor)]
-    return [(ref, buffer) for ref, buffer in seen if buffer is not None]
+    lying = [x for x in instances_of(Tensor) if not hasattr(type(x), "buffer")]  # else computed when it is asked for
+    return [(weakref.ref(x), buffer) for x in lying if (buffer := getattr(x, "buffer", None)) is not None]
 
 
 def held_memory() -> dict[Address, int]:

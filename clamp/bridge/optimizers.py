@@ -148,9 +148,9 @@ def add_missing_state(optimizer: Any) -> None:
     params = optimizer.params
     ids = {id(param) for param in params}
     kept = vars(optimizer)
-    for name in HOST_STATE:
-        state = kept.get(name)
-        is_state = state is not None and isinstance(state, dict | MutableMapping)  # dict: told without asking an ABC
+    for name in kept.keys() & HOST_STATE:
+        state = kept[name]
+        is_state = type(state) is dict or isinstance(state, MutableMapping)  # dict: told without asking an ABC
         if is_state and not ids <= state.keys():
             for param in params:
                 if id(param) not in state:

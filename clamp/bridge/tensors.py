@@ -114,19 +114,41 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 
 def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A tensor in so many bytes of netcl's pool. All that netcl's constructor finds out anew is the same on a queue."""
-    place = _place
+    last, attributes, found_by, code, pool, new = _place  # of every tensor of every step: short
     pool_of = memory.get_persistent_pool
-    if place.queue is not queue or place.pool_of is not pool_of or place.pool_code is not pool_of.__code__:
-        place = _place_on(queue)
-    handle = place.pool.allocate(size)
-    if place.pool.stats.misses != place.new[0]:
-        place.new[0] = place.pool.stats.misses
+    if last is not queue or found_by is not pool_of or code is not pool_of.__code__:
+        _, attributes, _, _, pool, new = _place_on(queue)
+    handle = pool.allocate(size)
+    if pool.stats.misses != new[0]:
+        new[0] = pool.stats.misses
         _free_in_order(getattr(handle, "_arr", None), queue)
+    tensor = _with(attributes)
+    tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = handle.buffer, handle, shape, dtype
+    return tensor
+
+
+def without_dicts(kind: type, *names: str) -> None:
+    """Lets objects of a class have these attributes, which clamp adds, without a dict of their own.
+
+    CPython keeps attributes apart from dicts where the first few objects of the class have had all of them, and nobody
+    asks for ``vars``. Where some objects have dicts and others have none, reading any attribute takes several times as
+    long.
+    """
+    first: Any = object.__new__(kind)
+    for name in names:
+        setattr(first, name, None)
+
+
+_NOTED = ("_loss_scaling", "_serial", "_base", "_given_by", "_stepped_by", "_shared", "_made_from_gradient")
+without_dicts(Tensor, *_NOTED)
+without_dicts(Parameter, *_NOTED)
+
+
+def _with(attributes: dict[str, Any]) -> Tensor:
+    """A tensor with these attributes, as ``without_dicts`` says."""
     tensor = Tensor.__new__(Tensor)
-    attributes = vars(tensor)
-    attributes.update(place.attributes)
-    attributes["buffer"], attributes["pool_handle"] = handle.buffer, handle
-    attributes["shape"], attributes["dtype"] = shape, dtype
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
     return tensor
 
 
@@ -254,9 +276,10 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         )
     if tensor.queue is not _place.queue or Tensor.__init__ is not _own_init:
         return _reshape(tensor, shape)
-    made = Tensor.__new__(Tensor)
-    vars(made).update(_place.attributes)
-    vars(made).update({name: getattr(tensor, name) for name in _OF_VIEWS}, shape=shape, _base=tensor)
+    made = _with(_place.attributes)
+    for name in _OF_VIEWS:
+        setattr(made, name, getattr(tensor, name))
+    made.shape, made._base = shape, tensor
     return made
 
 
@@ -364,12 +387,12 @@ def is_trained(tensor: Tensor) -> bool:
     """
     if tensor.requires_grad:
         return True
-    return not isinstance(tensor, Parameter) and _LINK in vars(tensor) and not has_frozen_mark(tensor)
+    return not isinstance(tensor, Parameter) and hasattr(tensor, _LINK) and not has_frozen_mark(tensor)
 
 
 def is_linked(tensor: Tensor) -> bool:
     """Returns whether an optimizer of netcl's has been given a tensor, or its master."""
-    return _LINK in vars(tensor)
+    return hasattr(tensor, _LINK)
 
 
 is_frozen = is_frozen_param

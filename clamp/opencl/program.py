@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
+from operator import call
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -133,8 +134,7 @@ class Launch:
                 args = [next(changing) if arg is ... else arg for arg in self._args]
                 self._known_as(queue, self._global_size, self._local_size, *args)
                 return
-            for set_arg, arg in zip(self._set, given):  # noqa: B905  (a keyword takes as long as the launch)
-                set_arg(arg)
+            list(map(call, self._set, given))  # without a line of Python's for each
             cl.enqueue_nd_range_kernel(queue, self._kernel, self._global_size, self._local_size)
         except cl.Error as error:
             explain_shortage(error, f"launching {self._known_as.function_name}")

@@ -55,10 +55,9 @@ def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
         return own(tensor)
     while (base := getattr(tensor, "_base", None)) is not None:
         tensor = base
-    known = vars(tensor)
-    if "_serial" not in known:
-        known["_serial"] = next(_serials)
-    return "cl", known["_serial"]
+    if not hasattr(tensor, "_serial"):
+        tensor._serial = next(_serials)
+    return "cl", tensor._serial
 
 
 @meets("netcl.autograd.engine.Tape.__init__")

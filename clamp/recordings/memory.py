@@ -45,8 +45,8 @@ class _Resident:
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what the host looks at in a tensor when it decides what to launch."""
-    own = vars(tensor)
-    return (own["shape"], own["dtype"], own["requires_grad"], bool(own.get("_frozen")), "_model_param" in own)
+    is_frozen = bool(getattr(tensor, "_frozen", False))
+    return tensor.shape, tensor.dtype, tensor.requires_grad, is_frozen, hasattr(tensor, "_model_param")
 
 
 _STATE = ("shape", "dtype", "requires_grad", "frozen by freeze()", "held by an optimizer")

@@ -281,6 +281,7 @@ def unscale_all(
     targets: dict[int, Tensor] = {}
     by_scale: dict[int, tuple[AppliedScale, list[Tensor]]] = {}
     true: list[Tensor] = []
+    widened: list[Tensor] = []
     for grad in {id(grad): grad for grad in grads}.values():
         mark = mark_of(grad)
         if mark is not None and mark.scale is None:
@@ -289,14 +290,18 @@ def unscale_all(
             continue
         scale = live if mark is None or mark.scale is None else mark.scale
         by_scale.setdefault(id(scale), (scale, []))[1].append(grad)
-        new = grad.dtype in HALF_DTYPES or id(grad) in kept
-        targets[id(grad)] = bridge.empty(grad.queue, grad.shape, "float32") if new else grad
+        if id(grad) in kept:
+            targets[id(grad)] = bridge.empty(grad.queue, grad.shape, "float32")
+        elif grad.dtype in HALF_DTYPES:
+            targets[id(grad)] = bridge.empty(grad.queue, grad.shape, "float32")
+            widened.append(grad)
+        else:
+            targets[id(grad)] = grad
     for scale, sources in by_scale.values():
         scaler.unscale_(sources, [targets[id(source)] for source in sources], None if scale is live else scale)
     scaler.check_(true)
-    for source in [source for _, sources in by_scale.values() for source in sources]:
-        if id(source) not in kept and targets[id(source)] is not source:
-            gradient_marks.set_mark(source, None)  # it was widened: nobody needs it or its scale any more
+    for grad in widened:
+        gradient_marks.set_mark(grad, None)  # nobody needs it or its scale any more
     mark = gradient_marks.checked(heard) if scaler.scales else gradient_marks.PLAIN
     for target in targets.values():
         gradient_marks.set_mark(target, mark)

@@ -501,3 +501,18 @@ def test_a_tape_keeps_gradients_of_computed_nodes_if_told_so(queue: cl.CommandQu
             assert made.grad is None
     setting.handle.shutdown()
     assert Node(setting.x).grad is None
+
+
+def test_nodes_and_tensors_of_a_step_have_their_attributes_in_no_dict(queue: cl.CommandQueue) -> None:
+    s = Setting(queue)
+    for _ in range(2):
+        s.one.zero_grad()
+        with ag.Tape() as tape:
+            loss = loss_of(s.first, (s.x, s.y))
+        with s.handle.scale_loss(loss, s.one) as scaled:
+            tape.backward(scaled)
+        values = [node.value for node in tape.nodes]
+        params = s.first.parameters()
+        looked_at = [*tape.nodes, *values, *params, *(param.grad for param in params)]
+        s.one.step()
+    assert not [x for x in looked_at if any(isinstance(part, dict) for part in gc.get_referents(x))]
