@@ -22,6 +22,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -63,7 +64,12 @@ def _package(function: object) -> str:
     """The package whose code a plain function is; empty for anything else."""
     if type(function) is not FunctionType:
         return ""
-    return str(function.__globals__.get("__name__")).partition(".")[0]
+    return _package_of(str(function.__globals__.get("__name__")))
+
+
+@cache
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def function_of(full_name: str) -> tuple[Any, Any]:

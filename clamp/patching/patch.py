@@ -158,6 +158,8 @@ class Patches:
             if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
             for function_name, function in _own_functions(module):
+                if function in self._bindings:
+                    continue
                 full_name = f"{name}.{function_name}"
                 if id(function) in none or full_name in self._policies.calls:
                     continue  # what it hands over to is met, and must see the inputs as they are
@@ -177,6 +179,8 @@ class Patches:
                 self._bindings.wrap(owner, entry.function, netcl_wrapper(entry))
             if function is None:
                 return
+        elif stands in self._bindings:
+            return  # under another of its names
         ours = OWNED.get(entry.name)
         wrapper, passes = _wrapper_of(entry, ours)
         # By name only clamp's functions take what netcl's lack: netcl itself calls some with more than they take.

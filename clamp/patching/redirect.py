@@ -206,6 +206,10 @@ class Bindings:
         self._redirected: dict[int, Redirected] = {}  # by id of the function
         self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what stood there, what we put there
 
+    def __contains__(self, function: object) -> bool:
+        """Returns whether a function is redirected."""
+        return id(function) in self._redirected
+
     def redirect(
         self, function: FunctionType, wrapper: Callable[..., Any], passes: bool = False, how: str = ""
     ) -> None:
@@ -217,7 +221,7 @@ class Bindings:
             how: as for `Redirected`; by default ``"wrapped"`` for netcl's functions, and ``"open"`` for a user's, whose
                 policy may go by what was passed.
         """
-        if id(function) in self._redirected:
+        if function in self:
             return
         how = how or ("wrapped" if is_netcls(function) else "open")
         made = _made.get((function, wrapper))
@@ -246,8 +250,9 @@ class Bindings:
 
     def wrap(self, owner: Any, name: str, wrapper: Wrapper, passes: bool = False, how: str = "") -> None:
         """Wraps what has a name: a plain function of a module for whoever holds it, anything else under this name."""
-        function = wrapt.resolve_path(owner, name)[2]
-        if isinstance(owner, ModuleType) and type(function) is FunctionType:
+        is_module = isinstance(owner, ModuleType)
+        function = getattr(owner, name) if is_module else wrapt.resolve_path(owner, name)[2]
+        if is_module and type(function) is FunctionType:
             self.redirect(function, wrapper, passes, how)
         else:
             self.set(owner, name, wrapt.FunctionWrapper(function, wrapper))
