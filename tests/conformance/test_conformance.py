@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,25 @@ def test_bare_tensors_and_no_grad_give_the_same_bits(
         assert two.value.dtype == three.value.dtype == one.value.dtype
         np.testing.assert_array_equal(to_numpy(two.value), to_numpy(one.value))
         np.testing.assert_array_equal(to_numpy(three.value), to_numpy(one.value))
+
+
+@every_call
+def test_checkpointed_it_gives_the_same_bits(
+    queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str
+) -> None:
+    if not op.differentiable or not op.repeatable:
+        pytest.skip("no gradient, or random")
+    arrangement, function, found = arrange(op, case, storage, amp_dtype), netcl_function(op.name), []
+    for call in (partial(function), partial(amp.checkpoint, function)):
+        nodes = nodes_of(queue, case, arrangement)
+        args, kwargs = filled(case, nodes)
+        results = outputs(call(*args, **kwargs))
+        run_backward(results[0], results[0].value.dtype)
+        grads = [node.grad for node in nodes if isinstance(node, Node) and node.grad is not None]
+        found.append([to_numpy(x) for x in (*(result.value for result in results), *grads)])
+        assert (results[0].op_name == "checkpoint") == (len(found) == 2)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(other, one)
 
 
 def _special_ops() -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,10 @@ class Real:
 
     # ------------------------------------------------------------------------------------------ losses
 
-    def loss(self, loss: Loss) -> Node:
-        """A loss, computed as the code around it says."""
-        return loss_of(self.nets[loss.net], ag.tensor(self.tensor(loss.x)), self.tensor(loss.y), loss.squares)
+    def loss(self, loss: Loss, *, in_block: bool = False) -> Node:
+        """A loss, computed as the code around it says; with ``in_block`` its network runs in ``amp.checkpoint``."""
+        net = partial(amp.checkpoint, self.nets[loss.net]) if in_block else self.nets[loss.net]
+        return loss_of(net, ag.tensor(self.tensor(loss.x)), self.tensor(loss.y), loss.squares)
 
 
 def loss_of(net: Any, x: Node, y: Tensor | Node, squares: bool) -> Node:
@@ -115,6 +117,7 @@ def casts(handle: Any, how: str) -> Any:
     """A region around a forward pass, by name."""
     regions: dict[str, Callable[[], Any]] = {
         "as it is": nullcontext,
+        "checkpoint": nullcontext,
         "disable_casts": handle.disable_casts,
         "autocast off": lambda: amp.autocast(enabled=False),
         "bfloat16": lambda: amp.autocast(dtype="bfloat16"),

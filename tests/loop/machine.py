@@ -16,7 +16,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from clamp import amp, session
 from tests.loop.device import Real, casts
@@ -29,7 +29,7 @@ numbers = st.integers(0, 9)  # seeds of batches
 bools = st.booleans()
 networks = st.integers(0, 2)
 poisons = st.sampled_from((None, None, None, None, np.inf, np.nan))
-regions = st.sampled_from(("as it is",) * 4 + ("disable_casts", "autocast off", "bfloat16", "float16"))
+regions = st.sampled_from(("as it is",) * 4 + ("disable_casts", "autocast off", "bfloat16", "float16", "checkpoint"))
 Spec = tuple[int, bool, int, float | None, str]  # network, squares, batch, poison, region
 specs = st.tuples(networks, bools, numbers, poisons, regions)
 
@@ -111,6 +111,18 @@ class Loop(RuleBasedStateMachine):
             own.scale, own.tracker = scale, tracker
         amp.load_state_dict(state)
 
+    @initialize(keeps=st.sampled_from((None, None, None, True, "remainder", "stochastic", "kahan")))
+    def masters(self, keeps: bool | str | None) -> None:
+        """The last network in 16 bits, kept from step to step in one of these ways, or in float32."""
+        if keeps is not None:
+            amp.decorate(self.real.nets[2:], [*self.real.optimizers.values()][2:], level="O2", master_weight=keeps)
+            for param in self.optimizers[2].params:
+                param.ulp = 2.0**-9
+
+    def dtype_of(self, net: int, dtype: str) -> str:
+        """By what a loss of a network is rounded."""
+        return "float16" if dtype == "float32" and self.layers[net][-1][0].ulp else dtype
+
     def teardown(self) -> None:
         session.shutdown()
         session.forget_patches()
@@ -122,9 +134,9 @@ class Loop(RuleBasedStateMachine):
         """A loss in the model and on the device; the values are compared."""
         self.keep_in_range()
         dtype = region if region in DTYPES else self.dtype
-        loss = Loss(net, squares, *self.batch(net, seed, poison), dtype)
+        loss = Loss(net, squares, *self.batch(net, seed, poison), self.dtype_of(net, dtype))
         with casts(self.handle, region):
-            node = self.real.loss(loss)
+            node = self.real.loss(loss, in_block=region == "checkpoint")
         value, slack, _ = backward(self.layers[net], loss)
         shown = float(node.value.to_host()[0])
         if np.isfinite(value):

@@ -51,6 +51,7 @@ class Param:
     value: Array
     grad: Grad | None = None
     frozen: str = ""  # "_frozen" or "requires_grad", whichever says so; empty: it is trained
+    ulp: float = 0.0  # of one in 16 bits: how far a step may round it, as part of it
 
 
 Layer = tuple[Param, Param]  # weight (inputs, outputs), bias
@@ -250,4 +251,5 @@ class Optimizer:
             self.state[param] = first, second
             param.value = param.value - self.lr * change
             written[param] = self.lr * slack + 2.0**-20 * (np.abs(param.value) + self.lr * np.abs(change))
+            written[param] += param.ulp * (np.abs(param.value) + 2.0**-6)
         return written

@@ -152,6 +152,29 @@ class Basics(Loop):
             self.step(which, None)
             self.everything_is_as_it_must_be()
 
+    @rule(squares=bools, seed=numbers, region=regions, retains=bools, tape=bools)
+    def backward_after_the_step(self, squares: bool, seed: int, region: str, retains: bool, tape: bool) -> None:
+        """The network of one layer, whose gradients read no weight: with ``retain_graph`` those of the forward, else an
+        error that names it."""
+        self.zero_grad(2)
+        loss, node = self.make_loss(2, squares, seed, None, region)
+        passed = self.gradients(loss)
+        optimizer = self.optimizers[2]
+        if optimizer.pending or not all(param in passed for param in optimizer.params):
+            return
+
+        def run(**options: bool) -> None:
+            ag.Tape().backward(node, **options) if tape else node.backward(**options)
+
+        run(**({"retain_graph": True} if retains else {}))
+        self.add(passed)
+        self.step(2, None)
+        if not retains or region == "checkpoint":
+            self.raises(RuntimeError, run)
+            return
+        run()
+        self.add(passed)
+
     def named_by(self, numbers: list[int]) -> list[Optimizer]:
         return self.optimizers[:1] if self.wrapped is not None else [self.optimizers[n] for n in numbers]
 
