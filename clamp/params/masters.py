@@ -344,7 +344,9 @@ def written(buffer: Any) -> None:
         return
     for model in [] if _stepping.on else list(_models.values()):
         master = bridge.master_of(model)
-        if master is not None and _lies_in(master, buffer) and id(master) not in _behind:
+        if model.dtype not in HALF_DTYPES or id(master) in _behind:  # it shows its master, or is rewritten later
+            continue
+        if master is not None and _lies_in(master, buffer):
             write_back(master, model)
             writes.note(model.buffer)
             weights.drop(model)
