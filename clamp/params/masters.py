@@ -347,7 +347,10 @@ def written(buffer: Any) -> None:
         if model.dtype not in HALF_DTYPES or id(master) in _behind:  # it shows its master, or is rewritten later
             continue
         if master is not None and _lies_in(master, buffer):
-            write_back(master, model)
+            if isinstance(master, MasterInParts) and master.parts.keeps != "remainder":  # which loses nothing
+                cast_into(master, model)  # what it holds counts, in full, until its next step
+            else:
+                write_back(master, model)
             writes.note(model.buffer)
             weights.drop(model)
             return
