@@ -114,15 +114,15 @@ def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
 
 def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A tensor in so many bytes of netcl's pool. All that netcl's constructor finds out anew is the same on a queue."""
-    last, attributes, found_by, code, pool, new = _place  # of every tensor of every step: short
+    place = _place
     pool_of = memory.get_persistent_pool
-    if last is not queue or found_by is not pool_of or code is not pool_of.__code__:
-        _, attributes, _, _, pool, new = _place_on(queue)
-    handle = pool.allocate(size)
-    if pool.stats.misses != new[0]:
-        new[0] = pool.stats.misses
+    if place.queue is not queue or place.pool_of is not pool_of or place.pool_code is not pool_of.__code__:
+        place = _place_on(queue)
+    handle = place.pool.allocate(size)
+    if place.pool.stats.misses != place.new[0]:
+        place.new[0] = place.pool.stats.misses
         _free_in_order(getattr(handle, "_arr", None), queue)
-    tensor = _with(attributes)
+    tensor = _with(place.attributes)
     tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = handle.buffer, handle, shape, dtype
     return tensor
 

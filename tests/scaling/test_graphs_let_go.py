@@ -516,3 +516,15 @@ def test_nodes_and_tensors_of_a_step_have_their_attributes_in_no_dict(queue: cl.
         looked_at = [*tape.nodes, *values, *params, *(param.grad for param in params)]
         s.one.step()
     assert not [x for x in looked_at if any(isinstance(part, dict) for part in gc.get_referents(x))]
+
+
+def test_a_retained_graph_is_not_over_at_the_step(queue: cl.CommandQueue) -> None:
+    s = Setting(queue)
+    for is_stepped in (False, True):
+        loss = loss_of(s.first, (s.x, s.y))
+        nodes = bridge.graph(loss)
+        of_step = [node for node in nodes if node.parents], [node.value for node in nodes if not node.parents]
+        assert [graphs.is_over_at_step(*of_step, retained) for retained in (False, True)] == [is_stepped, False]
+        with s.handle.scale_loss(loss, s.one) as scaled:
+            scaled.backward()
+        s.one.step()
