@@ -58,7 +58,7 @@ def test_small_products(rows: int, dtypes: tuple[str, str], on_cpu: str) -> None
         (BF16, 1, replace(CPU, amx=True)), (F16, 2, replace(CPU, amx=True)), (F16, 1, replace(CPU, amx_fp16=True)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize(("rows", "batches"), [(128, 1), (64, 2)])
+@pytest.mark.parametrize(("rows", "batches"), [(160, 1), (80, 2)])
 def test_packing_launches_pay_for_enough_to_multiply(
     dtype: str, parts: int, device: Capabilities, rows: int, batches: int
 ) -> None:

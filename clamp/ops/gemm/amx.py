@@ -32,7 +32,9 @@ _MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block
 _BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
-_SMALL = 2**21  # multiply-adds of one part up to which launches are what counts: `direct` has one in place of three
+# Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. Away from powers of
+# two, which extents are, so that a batch of a few rows more or less is multiplied by the same kernels.
+_SMALL = 5 * 2**19
 
 #: products by packed operands, by all that they depend on besides the content of their operands
 _products = Prepared(256)
