@@ -58,7 +58,7 @@ def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Calla
     def use(units: dict[str, amx.Unit] = PLAIN_C, in_turn: bool = True) -> None:
         monkeypatch.setattr(amx, "unit_of", lambda device, dtype: units[dtype])
         monkeypatch.setattr(amx, "fits", always)
-        monkeypatch.setattr(amx, "_blocks", lambda a, b, batches, cores, most: (min(a, most), b))
+        monkeypatch.setattr(amx, "_blocks", lambda a, b, batches, cores, most, whole: (min(a, most), b))
         monkeypatch.setattr(amx, "_pack_in_turn", _pack_in_turn if in_turn else lambda *given: False)
         forget_prepared_launches(monkeypatch)
 

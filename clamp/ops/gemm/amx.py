@@ -32,8 +32,8 @@ _MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block
 _BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
-# Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. Away from powers of
-# two, which extents are, so that a batch of a few rows more or less is multiplied by the same kernels.
+# Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. No power of two,
+# as extents are: a batch of a few rows more or less is multiplied by the same kernels.
 _SMALL = 5 * 2**19
 
 #: products by packed operands, by all that they depend on besides the content of their operands
@@ -140,11 +140,13 @@ class Product:
         batches = c.size // (a.rows * b.rows)
         sums = min(steps, _SUM_STEPS) * unit.step_bytes  # bytes of a panel for one visit of a tile
         most_a = _BLOCK_A // unit.parts if steps > _SUM_STEPS else max(_BLOCK_BYTES // sums, 1)
-        block_a, block_b = _blocks(panels_a, panels_b, batches, capabilities(c.queue).compute_units, most_a)
+        in_turn = isinstance(columns, Matrix) and _pack_in_turn(columns, batches)
+        cores = capabilities(c.queue).compute_units
+        block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._pack_columns, self._own_panels, macros = None, 0, unit.macros
         strides, copied = (0, 0, panels_b * panel_bytes if columns.batch else 0), False
-        if isinstance(columns, Matrix) and grid[0] == 1 and _pack_in_turn(columns, batches):
+        if isinstance(columns, Matrix) and grid[0] == 1 and in_turn:
             self._own_panels = prod(grid) * sums // 4
             strides, copied = (columns.stride_row, columns.stride_k, columns.stride_batch), copies
             macros |= {"PACKS_B": 1, "IN_T": STORAGE[unit.dtype], "SRC_T": STORAGE[columns.tensor.dtype]}
@@ -154,7 +156,7 @@ class Product:
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
             block_a, block_b, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags, GEMM=1,
-            SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A, **macros,
+            SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A + 1, **macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
@@ -219,14 +221,17 @@ def _is_packed_rather(a: Matrix, b: Matrix, unit: Unit) -> bool:
     return not _lies_as_panels(a, unit, b.rows) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
 
 
-def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int) -> tuple[int, int]:
-    """Panels of A and of B of a work-item's block: so few that every core has some blocks."""
-    block_a, block_b = min(most_a, panels_a), min(_BLOCK_B, panels_b)
+def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int, whole_rows: bool) -> tuple[int, int]:
+    """Panels of A and of B of a work-item's block: so few that every core has some blocks; if that can be and is wanted
+    (``whole_rows``), with all rows, one panel more than usual included: a batch of a few rows more is multiplied by the
+    same kernels."""
+    whole_rows = whole_rows and panels_a <= most_a + 1
+    block_a, block_b = panels_a if whole_rows else min(most_a, panels_a), min(_BLOCK_B, panels_b)
     while True:
         blocks = -(-panels_a // block_a) * -(-panels_b // block_b) * batches
         if blocks >= _BLOCKS_PER_CORE * cores or block_a * block_b == 1:
             return block_a, block_b
-        if block_b > 1 and block_b >= block_a:
+        if block_b > 1 and (whole_rows or block_b >= block_a):
             block_b = -(-block_b // 2)
         else:
             block_a = -(-block_a // 2)
