@@ -45,9 +45,9 @@ SHAPES = {
     "one a for a batch": ((33, 40), (2, 40, 17)),
     "no k": ((5, 0), (0, 7)),
     "more rows than a block has": ((300, 40), (40, 33)),
-    "long sums": ((33, 1100), (1100, 40)),
+    "long sums": ((260, 1100), (1100, 40)),  # of bfloat16 a panel of rows more than a block has if it packs no b
 }
-_pack_in_turn = amx._pack_in_turn
+_blocks, _pack_in_turn = amx._blocks, amx._pack_in_turn
 _SLOW_TO_SIMULATE = {"more rows than a block has", "long sums", "whole tiles", "one a for a batch of whole tiles"}
 
 
@@ -58,7 +58,7 @@ def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Calla
     def use(units: dict[str, amx.Unit] = PLAIN_C, in_turn: bool = True) -> None:
         monkeypatch.setattr(amx, "unit_of", lambda device, dtype: units[dtype])
         monkeypatch.setattr(amx, "fits", always)
-        monkeypatch.setattr(amx, "_blocks", lambda a, b, batches, cores, most, whole: (min(a, most), b))
+        monkeypatch.setattr(amx, "_blocks", lambda a, b, *given: _blocks(a, b, 1, 0, *given[2:]))
         monkeypatch.setattr(amx, "_pack_in_turn", _pack_in_turn if in_turn else lambda *given: False)
         forget_prepared_launches(monkeypatch)
 
@@ -79,6 +79,15 @@ def test_products_are_right(
     a, b = random(*shapes[0]), random(*shapes[1], seed=1)
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, a, b, (dtype, dtype, "float32"), engine="amx", **transposes)
+
+
+@pytest.mark.parametrize(("panels", "all_rows"), [(1, True), (2, True), (3, True), (16, True), (17, True), (18, False)])
+def test_a_batch_of_a_few_rows_more_has_blocks_of_the_same_kind(panels: int, all_rows: bool) -> None:
+    """Others would need kernels that the first batch has not compiled."""
+    for panels_b in (8, 32):
+        block_a, block_b = amx._blocks(panels, panels_b, 1, 2, 16, True)
+        assert (block_a == panels) == all_rows
+        assert -(-panels // block_a) * -(-panels_b // block_b) >= 8
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["NN", "NT"])
