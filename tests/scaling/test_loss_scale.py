@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from clamp.opencl import program
 from clamp.ops import slots
 from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.scaling.backward_pass import unscale_all
-from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule, make_loss_scale
+from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule, make_loss_scale, settle_late, settle_later
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
 
@@ -451,14 +452,32 @@ def test_whether_it_was_a_nan_is_known_until_the_next_step(queue: cl.CommandQueu
     assert (scale.overflowed(A), scale.read().nans) == (True, 0)
 
 
-def test_a_scale_that_was_set_is_not_moved_by_what_came_before(gradients: Callable[[bool], Tensor]) -> None:
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("how", ["set_scale", "rewind"])
+def test_a_scale_that_was_set_is_not_moved_by_what_came_before(
+    gradients: Callable[[bool], Tensor], how: str, overflow: bool
+) -> None:
     scale = DynamicLossScale()
-    grad = gradients(True)
+    grad = gradients(overflow)
     scale.unscale_([grad], [grad])
     scale.assign(A, A)
-    scale.set_scale(4.0)
+    if how == "rewind":
+        scale.rewind(scale.read()._replace(scale=4.0))
+    else:
+        scale.set_scale(4.0)
+    before = scale.read()
     scale.adjust()
-    assert scale.scale == 4.0
+    assert scale.read() == before
+    assert before.scale == 4.0
+
+
+def test_what_is_to_be_heard_later_is_heard_once_and_in_order() -> None:
+    heard: list[int] = []
+    for number in range(3):
+        settle_later(partial(heard.append, number))
+    for _ in range(2):
+        settle_late()
+        assert heard == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------- validation
