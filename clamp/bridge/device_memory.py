@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from sys import getrefcount
 from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +21,7 @@ from clamp.bridge.autograd import Node, Tape
 from clamp.bridge.modules import Module
 from clamp.bridge.objects import _has_content, own_attributes
 from clamp.bridge.optimizers import is_optimizer
-from clamp.bridge.tensors import Tensor
+from clamp.bridge.tensors import Tensor, empty
 from clamp.interrupts import holding
 
 Address: TypeAlias = tuple[str, int]
@@ -90,6 +91,28 @@ def held_memory() -> dict[Address, int]:
 
 
 # ---------------------------------------------------------------------------------------------- netcl's pools
+
+
+def memory_is_held(tensor: Tensor) -> bool:
+    """Returns whether somebody has a pooled tensor's memory without the tensor: its buffer, to launch with or to make
+    another tensor of, or the numbers in it, shown in place."""
+    kind = type(tensor.pool_handle)
+    if tensor.pool_handle is None:
+        return False
+    if kind not in _own_holders:
+        _own_holders[kind] = _holders(empty(tensor.queue, (1,), "float32"))
+    return _holders(tensor) > _own_holders[kind]
+
+
+_own_holders: dict[type, int] = {}  # by kind of memory: how many references there are to that of a new tensor
+
+
+def _holders(tensor: Tensor) -> int:
+    handle = tensor.pool_handle
+    memory = [tensor.buffer, handle]
+    if (shared := getattr(handle, "_arr", None)) is not None:
+        memory.append(shared)
+    return sum(map(getrefcount, memory))
 
 
 def free_memory() -> dict[Address, tuple[int, bool]]:

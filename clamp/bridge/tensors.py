@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from sys import getrefcount
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -286,28 +285,6 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory a view shows; None of what is no view."""
     return getattr(tensor, "_base", None)
-
-
-def memory_is_held(tensor: Tensor) -> bool:
-    """Returns whether somebody has a pooled tensor's memory without the tensor: its buffer, to launch with or to make
-    another tensor of, or the numbers in it, shown in place."""
-    kind = type(tensor.pool_handle)
-    if tensor.pool_handle is None:
-        return False
-    if kind not in _own_holders:
-        _own_holders[kind] = _holders(empty(tensor.queue, (1,), "float32"))
-    return _holders(tensor) > _own_holders[kind]
-
-
-_own_holders: dict[type, int] = {}  # by kind of memory: how many references there are to that of a new tensor
-
-
-def _holders(tensor: Tensor) -> int:
-    handle = tensor.pool_handle
-    memory = [tensor.buffer, handle]
-    if (shared := getattr(handle, "_arr", None)) is not None:
-        memory.append(shared)
-    return sum(map(getrefcount, memory))
 
 
 def read_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
