@@ -13,6 +13,7 @@ from clamp import amp, bridge
 from clamp.recordings.capture import address_of
 
 SHAPE = (3, 1001)
+DIFFER = {"buffer", "pool_handle", "shape", "_backend"}  # between two tensors of a kind
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queues refer to
 
 
@@ -28,6 +29,17 @@ def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
     context = cl.Context([queue.device])
     _CONTEXTS.append(context)
     return [cl.CommandQueue(context, queue.device) for _ in range(2)]
+
+
+def test_a_tensor_of_clamp_s_has_all_that_netcl_s_constructor_gives(queue: cl.CommandQueue) -> None:
+    netcls = vars(Tensor.from_shape(queue, SHAPE, dtype="float16"))
+    made = bridge.empty(queue, SHAPE, "float16")
+    for tensor in (made, bridge.view(made, SHAPE[::-1])):
+        ours = vars(tensor)
+        assert [name for name in netcls if name not in ours] == []
+        assert {name: value for name, value in ours.items() if name in netcls and name not in DIFFER} == {
+            name: value for name, value in netcls.items() if name not in DIFFER
+        }
 
 
 def test_each_queue_takes_from_its_own_pool_and_gives_back_to_it(queues: list[cl.CommandQueue]) -> None:
