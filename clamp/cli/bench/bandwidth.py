@@ -67,14 +67,8 @@ def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
     flush = _flush(queue)
     for work in works(images):
         for backward in (False, True):
-            runs = {f"clamp {dtype}": _Timed(queue, work, dtype, backward, flush) for dtype in dtypes_of(queue)}
-            netcl = _Timed(queue, work, None, backward, flush)
-            moved = runs["clamp float32"].bytes_moved() / 2  # as a 16-bit run moves, about
-            contenders = [
-                _copy_of(queue, moved, flush),
-                Contender("netcl", netcl.turn, netcl.bytes_moved(), is_baseline=True),
-                *(Contender(name, run.turn, run.bytes_moved()) for name, run in runs.items()),
-            ]
+            runs = [_contender(queue, work, dtype, backward, flush) for dtype in (None, *dtypes_of(queue))]
+            contenders = [_copy_of(queue, runs[1].amount / 2, flush), *runs]  # of float32: as a 16-bit run moves, about
             direction = "backward" if backward else "forward"
             yield Case("bandwidth", f"{work.name} {direction}, {'x'.join(map(str, work.shape))}", "GB/s", contenders)
 
@@ -114,46 +108,32 @@ def _netcl_cast(x: Tensor) -> Tensor:
         return netcl.amp.maybe_cast_tensor(x)
 
 
-class _Timed:
-    """One function in one direction, in one AMP dtype or (None) by netcl alone."""
+def _contender(
+    queue: cl.CommandQueue, work: Work, dtype: str | None, backward: bool, flush: Callable[[], object]
+) -> Contender:
+    """A function in one direction, in one AMP dtype or (None) by netcl alone, with the bytes that a call must move."""
+    x = random_tensor(queue, work.shape, dtype or "float32")
+    rng = np.random.default_rng(0)
+    parameters = [Tensor.from_host(queue, rng.uniform(0.5, 1.5, shape).astype(np.float32)) for shape in work.parameters]
+    for tensor in (x, *parameters):
+        tensor.requires_grad = True
 
-    def __init__(
-        self, queue: cl.CommandQueue, work: Work, dtype: str | None, backward: bool, flush: Callable[[], object]
-    ) -> None:
-        self._queue, self._work, self._dtype, self._backward, self._flush = queue, work, dtype, backward, flush
-        self._x = random_tensor(queue, work.shape, dtype or "float32")
-        rng = np.random.default_rng(0)
-        self._parameters = [
-            Tensor.from_host(queue, rng.uniform(0.5, 1.5, shape).astype(np.float32)) for shape in work.parameters
-        ]
-        for tensor in (self._x, *self._parameters):
-            tensor.requires_grad = True
+    def forward() -> Any:
+        return work.call(*(Node(value=tensor, requires_grad=True) for tensor in (x, *parameters)))
 
-    def bytes_moved(self) -> float:
-        """The bytes that one call must move."""
-        x, y = self._x, self._result_like()
-        if not self._backward:
-            return self._work.reads * bridge.nbytes(x) + y
-        of_input, of_gradient = self._work.backward_reads
-        return float(of_input * bridge.nbytes(x) + of_gradient * y + bridge.nbytes(x))
+    def turn(calls: int) -> list[float]:
+        with amp_in(dtype):
+            call: Callable[[], object] = forward
+            if backward:
+                out = forward()
+                call = partial(out.grad_fn, random_tensor(queue, out.value.shape, out.value.dtype, 1))
+            return timed(call, queue.finish, flush)(calls)
 
-    def turn(self, calls: int) -> list[float]:
-        """Times calls."""
-        with amp_in(self._dtype):
-            call: Callable[[], object] = self._call
-            if self._backward:
-                out = self._call()
-                call = partial(out.grad_fn, random_tensor(self._queue, out.value.shape, out.value.dtype, 1))
-            return timed(call, self._queue.finish, self._flush)(calls)
-
-    def _call(self) -> Any:
-        nodes = [Node(value=tensor, requires_grad=True) for tensor in (self._x, *self._parameters)]
-        return self._work.call(*nodes)
-
-    def _result_like(self) -> float:
-        """Bytes of the result."""
-        with amp_in(self._dtype):
-            return float(bridge.nbytes(self._call().value))
+    with amp_in(dtype):
+        given, made = bridge.nbytes(x), bridge.nbytes(forward().value)
+    of_input, of_gradient = work.backward_reads
+    moved = of_input * given + of_gradient * made + given if backward else work.reads * given + made
+    return Contender("netcl" if dtype is None else f"clamp {dtype}", turn, float(moved), is_baseline=dtype is None)
 
 
 # ---------------------------------------------------------------------------------------------- the scaler's pass

@@ -26,7 +26,7 @@ from clamp.cli.bench import networks
 from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.peers import PeerProcess, installed_peers
-from clamp.cli.bench.products import SHAPES, attention_cases, conv_cases, gemm_cases
+from clamp.cli.bench.products import attention_cases, conv_cases, gemm_cases
 from clamp.cli.bench.report import (
     RATIOS,
     Row,
@@ -157,7 +157,7 @@ class Bench:
             yield from gemm_cases(self.queue, sizes, args.layouts, peers)
         images = args.images or (QUICK_IMAGES if args.quick else IMAGES)
         if "conv" in args.only:
-            yield from conv_cases(self.queue, SHAPES[args.convs](images), peers)
+            yield from conv_cases(self.queue, args.convs, images, peers)
         if "attention" in args.only:
             yield from attention_cases(self.queue, args.attention, peers)
         if "bandwidth" in args.only:
@@ -237,9 +237,8 @@ def networks_of(args: Namespace, works: Sequence[str]) -> list[Network]:
 
 def memory_networks(args: Namespace) -> list[Network]:
     """Returns the networks whose memory is measured, in the sizes asked for, with optimizers that keep moments."""
-    batch, length, _ = args.decoder
-    decoder = replace(networks.LM, batch=batch, shape=(length,))
-    return [*(replace(x, optimizer="Adam") for x in (networks.mlp(*args.step), networks.cnn(args.cnn))), decoder]
+    of_adam = [replace(x, optimizer="Adam") for x in (networks.mlp(*args.step), networks.cnn(args.cnn))]
+    return [*of_adam, networks.char_lm(*args.decoder[:2])]
 
 
 def _print_head(console: Console, head: dict[str, Any]) -> None:

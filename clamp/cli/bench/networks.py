@@ -7,6 +7,7 @@ may be another checkout: of clamp this file uses what every version has.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -34,6 +35,7 @@ from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 
 CLASSES = 10
+CHARACTERS = 96
 
 Host: TypeAlias = npt.NDArray[Any]
 Layer: TypeAlias = dict[str, Any]  # as netcl's build_sequential takes it: {"type": "Linear", "args": {...}}
@@ -58,8 +60,34 @@ def _normal(random: np.random.Generator, shape: Sequence[int]) -> Host:
     return random.standard_normal(shape, dtype=np.float32)
 
 
-def _uniform(random: np.random.Generator, shape: Sequence[int]) -> Host:
-    return random.random(shape, dtype=np.float32)
+def _characters(random: np.random.Generator, shape: Sequence[int]) -> Host:
+    return random.integers(0, CHARACTERS, shape).astype(np.int32)
+
+
+class _CharLm(Module):  # type: ignore[misc]
+    """The language model of examples/char_lm.py."""
+
+    WIDTH = 128
+
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        self.embedding = Embedding(CHARACTERS, self.WIDTH, queue=queue, init_std=0.02)
+        self.blocks = [DecoderBlock(self.WIDTH, 4, queue=queue) for _ in range(2)]
+        self.norm = RMSNorm(self.WIDTH, queue=queue)
+        self.head = Linear(queue, self.WIDTH, CHARACTERS)
+
+    def forward(self, codes: Node) -> Any:
+        x = ag.reshape(self.embedding(codes.value), (*codes.value.shape, self.WIDTH))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(ag.reshape(self.norm(x), (-1, self.WIDTH)))
+
+    def parameters(self) -> list[Tensor]:
+        layers = [self.embedding, *self.blocks, self.norm, self.head]
+        return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+#: Layers that are whole networks: ``build_sequential`` knows none of them.
+_WHOLE: dict[str, Callable[..., Any]] = {"CharLm": _CharLm, "DecoderBlock": DecoderBlock, "ResNet18": ResNet18}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +98,8 @@ class Network:
     work: str  # kind of work, for tables and for peers
     batch: int  # rows of a batch
     shape: tuple[int, ...]  # of a row
-    layers: Sequence[Layer] = ()  # from which peers build the same
-    outputs: int = CLASSES  # numbers that a row leads to, classes if the loss is ``"cross_entropy"``
+    layers: Sequence[Layer]  # from which peers build the same
+    outputs: tuple[int, ...] = (CLASSES,)  # that a row leads to; the last are classes if the loss is a cross entropy
     loss: str = "cross_entropy"  # of ``netcl.nn.functional``: ``"cross_entropy"`` of one-hot rows, or ``"mse_loss"``
     optimizer: str = "SGD"
     lr: float = 1e-2  # optimizer, lr: of ``netcl.optim``
@@ -88,76 +116,18 @@ class Network:
 
     def model(self, queue: cl.CommandQueue) -> Any:
         """The layers, with weights drawn from numpy's global generator."""
+        whole = _WHOLE.get(self.layers[0]["type"])
+        if whole is not None:
+            return whole(queue=queue, **self.layers[0].get("args", {}))
         return build_sequential(queue, list(self.layers))
 
-    def inputs(self, batch: int, random: np.random.Generator) -> Host:
-        """Returns what the model takes."""
-        return self.draw(random, (batch, *self.shape))
-
-    def targets(self, batch: int, random: np.random.Generator) -> Host:
-        """Returns what the loss compares the output with."""
+    def data(self, batch: int, random: np.random.Generator) -> tuple[Host, Host]:
+        """Returns what the model takes, and what the loss compares its output with."""
+        x = self.draw(random, (batch, *self.shape))
         if self.loss == "mse_loss":
-            return _normal(random, (batch, self.outputs))
-        return np.eye(self.outputs, dtype=np.float32)[random.integers(0, self.outputs, batch)]
-
-    def forward(self, model: Any, x: Tensor) -> Node:
-        """The model's output."""
-        output: Node = model(ag.tensor(x))
-        return output
-
-
-class _ResNet(Network):
-    """netcl's ResNet-18: a module, no list of layers."""
-
-    def model(self, queue: cl.CommandQueue) -> Any:
-        return ResNet18(queue, **self.layers[0]["args"])
-
-
-class _CharLm(Network):
-    """The language model of examples/char_lm.py: a batch is of texts, and every character of them has a target."""
-
-    def model(self, queue: cl.CommandQueue) -> Any:
-        return _Decoder(queue, self.outputs)
-
-    def inputs(self, batch: int, random: np.random.Generator) -> Host:
-        return random.integers(0, self.outputs, (batch, *self.shape)).astype(np.int32)
-
-    def targets(self, batch: int, random: np.random.Generator) -> Host:
-        return super().targets(batch * self.shape[0], random)
-
-    def forward(self, model: Any, x: Tensor) -> Node:
-        output: Node = model(x)
-        return output
-
-
-class _Decoder(Module):  # type: ignore[misc]
-    WIDTH = 128
-
-    def __init__(self, queue: cl.CommandQueue, characters: int) -> None:
-        self.embedding = Embedding(characters, self.WIDTH, queue=queue, init_std=0.02)
-        self.blocks = [DecoderBlock(self.WIDTH, 4, queue=queue) for _ in range(2)]
-        self.norm = RMSNorm(self.WIDTH, queue=queue)
-        self.head = Linear(queue, self.WIDTH, characters)
-
-    def forward(self, codes: Tensor) -> Any:
-        x = ag.reshape(self.embedding(codes), (*codes.shape, self.WIDTH))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(ag.reshape(self.norm(x), (-1, self.WIDTH)))
-
-    def parameters(self) -> list[Tensor]:
-        layers = [self.embedding, *self.blocks, self.norm, self.head]
-        return [parameter for layer in layers for parameter in layer.parameters()]
-
-
-class _DecoderBlock(Network):
-    """netcl's pre-norm block with rotary attention and a gated MLP, and a target for each of its outputs."""
-
-    def model(self, queue: cl.CommandQueue) -> Any:
-        return DecoderBlock(**self.layers[0]["args"], queue=queue)
-
-    def targets(self, batch: int, random: np.random.Generator) -> Host:
-        return _normal(random, (batch, *self.shape))
+            return x, _normal(random, (batch, *self.outputs))
+        *rows, classes = batch, *self.outputs
+        return x, np.eye(classes, dtype=np.float32)[random.integers(0, classes, math.prod(rows))]
 
 
 def mlp(layers: int, width: int, batch: int, work: str = "step", *, relu: bool = True) -> Network:
@@ -169,7 +139,7 @@ def mlp(layers: int, width: int, batch: int, work: str = "step", *, relu: bool =
     stack = [layer for _ in range(layers) for layer in (_linear(width, width), *([_RELU] if relu else []))]
     return Network(
         f"{layers} x Linear({width}){'+ReLU' if relu else ''}", work, batch, (width,), stack[:-1] if relu else stack,
-        outputs=width, loss="mse_loss",
+        outputs=(width,), loss="mse_loss",
         lr=1e-3 / (batch * width),  # with which the loss stays finite: netcl's mse_loss sums, this is 1e-3 on the mean
     )  # fmt: skip
 
@@ -186,7 +156,7 @@ def cnn(batch: int) -> Network:
 def resnet(channels: int, batch: int) -> Network:
     """netcl's ResNet-18 with a cross entropy."""
     layer = {"type": "ResNet18", "args": {"num_classes": CLASSES, "base_channels": channels}}
-    return _ResNet(f"ResNet-18 of {channels} channels, 3x32x32", "resnet", batch, (3, 32, 32), [layer])
+    return Network(f"ResNet-18 of {channels} channels, 3x32x32", "resnet", batch, (3, 32, 32), [layer])
 
 
 def decoder(batch: int, length: int, width: int) -> Network:
@@ -194,40 +164,39 @@ def decoder(batch: int, length: int, width: int) -> Network:
     hidden = -(-8 * width // (3 * 64)) * 64  # of the gated MLP, as netcl chooses it
     layer = {"type": "DecoderBlock", "args": {"dim": width, "n_head": 4, "hidden": hidden}}
     lr = 1e-3 / (batch * length * width)
-    return _DecoderBlock(
-        f"decoder block {length} x {width}", "decoder", batch, (length, width), [layer], loss="mse_loss", lr=lr
-    )
+    shape = (length, width)
+    return Network(f"decoder block {length} x {width}", "decoder", batch, shape, [layer], shape, loss="mse_loss", lr=lr)
+
+
+def char_lm(batch: int, length: int) -> Network:
+    """The language model of examples/char_lm.py: a batch is of texts, and every character of them has a target."""
+    return Network(
+        "char_lm decoder", "char_lm", batch, (length,), [{"type": "CharLm"}], (length, CHARACTERS),
+        optimizer="AdamW", lr=3e-3, draw=_characters,
+    )  # fmt: skip
 
 
 #: Those of README and of examples/, small as they are there: what a user's first step meets.
 README_MLP = Network(
     "README's MLP", "readme", 256, (64,), [_linear(64, 128), _RELU, _linear(128, 1)],
-    outputs=1, loss="mse_loss", optimizer="Adam", lr=1e-3,
+    outputs=(1,), loss="mse_loss", optimizer="Adam", lr=1e-3,
 )  # fmt: skip
 MLP = Network(
     "digits MLP", "digits", 64, (64,), [_linear(64, 256), _RELU, _linear(256, 256), _RELU, _linear(256, CLASSES)],
-    optimizer="Adam", lr=1e-3, draw=_uniform,
+    optimizer="Adam", lr=1e-3, draw=lambda random, shape: random.random(shape, dtype=np.float32),
 )  # fmt: skip
 CNN = Network(
     "Fashion-MNIST CNN", "fashion", 64, (1, 28, 28),
     [*_conv(1, 32), _POOL, *_conv(32, 64), _POOL, _FLATTEN, _linear(64 * 7 * 7, CLASSES)],
     optimizer="Adam", lr=1e-3,
 )  # fmt: skip
-LM = _CharLm("char_lm decoder", "char_lm", 16, (128,), outputs=96, optimizer="AdamW", lr=3e-3)
+LM = char_lm(16, 128)
 
 EXAMPLES = {"mlp": MLP, "cnn": CNN, "lm": LM}  # by the names that options give them
 
 
 class Trainer:
-    """Trains a network: the loop of the examples.
-
-    Args:
-        queue: where.
-        network: what.
-
-    Attributes:
-        model, optimizer: the network's.
-    """
+    """Trains a network: the loop of the examples."""
 
     def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
         np.random.seed(0)  # netcl's initializers draw from it
@@ -239,8 +208,7 @@ class Trainer:
 
     def batch(self, rows: int | None = None) -> tuple[Tensor, Tensor]:
         """Inputs and targets, drawn anew."""
-        rows = rows or self._network.batch
-        drawn = self._network.inputs(rows, self._random), self._network.targets(rows, self._random)
+        drawn = self._network.data(rows or self._network.batch, self._random)
         x, y = (Tensor.from_host(self._queue, host) for host in drawn)
         return x, y
 
@@ -269,7 +237,7 @@ class Trainer:
 
     def loss(self, x: Tensor, y: Tensor) -> Node:
         """Returns the loss of a batch."""
-        loss: Node = getattr(F, self._network.loss)(self._network.forward(self.model, x), ag.tensor(y))
+        loss: Node = getattr(F, self._network.loss)(self.model(ag.tensor(x)), ag.tensor(y))
         return loss
 
 

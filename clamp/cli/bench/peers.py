@@ -266,7 +266,7 @@ class TorchPeer:
         x = self._laid_out(x) if x.dim() == 4 else x
         loss_of = getattr(torch.nn.functional, network["loss"])
         if network["loss"] == "cross_entropy":
-            y = torch.randint(0, network["outputs"], (len(x),), device=device)
+            y = torch.randint(0, network["outputs"][-1], (len(x),), device=device)
         else:
             y = torch.randn_like(model(x))
         optimizer = getattr(torch.optim, network["optimizer"])(model.parameters(), lr=1e-3)

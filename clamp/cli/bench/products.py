@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 
@@ -126,37 +126,27 @@ class ConvShape:
         return 2.0 * self.images * self.features * self.output[0] * self.output[1] * taps
 
 
-def resnet_shapes(images: int) -> tuple[ConvShape, ...]:
-    """The convolutions of a ResNet's stages."""
-    return (
-        ConvShape(images, 64, 56, 56, 64, 3, 1, 1),
-        ConvShape(images, 128, 28, 28, 128, 3, 1, 1),
-        ConvShape(images, 64, 56, 56, 128, 3, 2, 1),
-        ConvShape(images, 256, 14, 14, 256, 1, 1, 0),
-    )
+#: Channels, height, width, features, kernel, stride and padding: of a ResNet's stages; of every convolution of a
+#: ResNet-18 on images of 224 x 224, each once; and a small one, to try the command, as netcl compiles and tries a dozen
+#: kernels for each shape.
+SHAPES = {
+    "few": [
+        (64, 56, 56, 64, 3, 1, 1), (128, 28, 28, 128, 3, 1, 1), (64, 56, 56, 128, 3, 2, 1), (256, 14, 14, 256, 1, 1, 0),
+    ],
+    "resnet18": [
+        (3, 224, 224, 64, 7, 2, 3),
+        (64, 56, 56, 64, 3, 1, 1),
+        (64, 56, 56, 128, 3, 2, 1), (64, 56, 56, 128, 1, 2, 0), (128, 28, 28, 128, 3, 1, 1),
+        (128, 28, 28, 256, 3, 2, 1), (128, 28, 28, 256, 1, 2, 0), (256, 14, 14, 256, 3, 1, 1),
+        (256, 14, 14, 512, 3, 2, 1), (256, 14, 14, 512, 1, 2, 0), (512, 7, 7, 512, 3, 1, 1),
+    ],
+    "one": [(4, 6, 6, 8, 3, 2, 1)],
+}  # fmt: skip
 
 
-def resnet18_shapes(images: int) -> Iterator[ConvShape]:
-    """Every convolution of a ResNet-18 on images of 224 x 224, each once."""
-    yield ConvShape(images, 3, 224, 224, 64, 7, 2, 3)
-    yield ConvShape(images, 64, 56, 56, 64, 3, 1, 1)
-    for channels, size in ((64, 56), (128, 28), (256, 14)):
-        yield ConvShape(images, channels, size, size, 2 * channels, 3, 2, 1)
-        yield ConvShape(images, channels, size, size, 2 * channels, 1, 2, 0)
-        yield ConvShape(images, 2 * channels, size // 2, size // 2, 2 * channels, 3, 1, 1)
-
-
-def one_shape(images: int) -> tuple[ConvShape, ...]:
-    """A small one, to try the command: netcl compiles and tries a dozen kernels for each shape."""
-    return (ConvShape(images, 4, 6, 6, 8, 3, 2, 1),)
-
-
-SHAPES = {"few": resnet_shapes, "resnet18": resnet18_shapes, "one": one_shape}
-
-
-def conv_cases(queue: cl.CommandQueue, shapes: Iterable[ConvShape], peers: Sequence[PeerProcess]) -> Iterator[Case]:
+def conv_cases(queue: cl.CommandQueue, shapes: str, images: int, peers: Sequence[PeerProcess]) -> Iterator[Case]:
     """Every direction of convolutions."""
-    for shape in shapes:
+    for shape in (ConvShape(images, *numbers) for numbers in SHAPES[shapes]):
         for name, contenders, flops in _directions(queue, shape):
             contenders += peer_contenders(peers, "conv", name, *map(str, astuple(shape)), amount=flops)
             yield Case("conv", f"{name} {shape}", "GFLOP/s", contenders)
