@@ -62,8 +62,9 @@ def to_16_bit(
     gradient_dtype: str | None = None,
     seed: int = 0,
     rules: ModuleRules | None = None,
+    saves: str = "float32",
 ) -> None:
-    """Makes a model's parameters 16-bit, with fp32 masters, and lets its state dict save fp32.
+    """Makes a model's parameters 16-bit, with fp32 masters.
 
     Those of the other 16-bit dtype are made anew from their masters.
 
@@ -75,6 +76,7 @@ def to_16_bit(
         excluded: layers, or classes of layers, whose parameters stay fp32.
         keep_master, gradient_dtype, seed: see :func:`clamp.params.masters.narrow`.
         rules: of modules, whose parameters get their rule's dtype; a batch norm's only if its name ends the pattern.
+        saves: the dtype in which ``state_dict`` of the model and of its layers saves the masters.
     """
     dtypes = dtypes_of(model, dtype, keep_batch_norm=keep_batch_norm, excluded=excluded, rules=rules)
     params = [(param, found) for _, param, found in dtypes if found in HALF_DTYPES]
@@ -83,7 +85,11 @@ def to_16_bit(
         gradient_dtype=gradient_dtype, seed=seed,
     )  # fmt: skip
     bridge.invalidate_derived(model)
-    save_as(model, "float32")
+    for layer in modules(model):
+        if callable(getattr(layer, "state_dict", None)):
+            layer.state_dict = _with_masters(layer, layer.state_dict, saves)
+        if callable(getattr(layer, "load_state_dict", None)):
+            layer.load_state_dict = _with_masters(layer, layer.load_state_dict, None)
 
 
 def dtypes_of(
@@ -137,15 +143,11 @@ def _kept(
         named: layers that do not although they are batch norms.
     """
     for layer in modules(model):
-        if _is_excluded(layer, excluded):
+        if any(isinstance(layer, item) if isinstance(item, type) else layer is item for item in excluded):
             yield from ((layer, param) for param in layer.parameters())
     for owner, tensors in _batch_norms(model):
         is_kept = keep_batch_norm and all(owner is not layer for layer in named)
         yield from ((model, tensor) for tensor in (tensors if is_kept else tensors[2:]))
-
-
-def _is_excluded(layer: Any, excluded: Sequence[Any]) -> bool:
-    return any(isinstance(layer, item) if isinstance(item, type) else layer is item for item in excluded)
 
 
 def _batch_norms(model: Any) -> Iterator[tuple[Any, tuple[Tensor, ...]]]:
@@ -200,20 +202,8 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
 # ---------------------------------------------------------------------------------------------- saving
 
 
-def save_as(model: Any, dtype: str) -> None:
-    """Lets the model's and its layers' ``state_dict`` save the fp32 masters of 16-bit parameters, as ``dtype``.
-
-    ``load_state_dict`` writes masters and parameters both.
-    """
-    for layer in modules(model):
-        if callable(getattr(layer, "state_dict", None)):
-            layer.state_dict = _with_masters(layer, layer.state_dict, dtype)
-        if callable(getattr(layer, "load_state_dict", None)):
-            layer.load_state_dict = _with_masters(layer, layer.load_state_dict, None)
-
-
 def _with_masters(layer: Any, method: Any, saves: str | None) -> Callable[..., Any]:
-    """A layer's ``state_dict``, which saves in a dtype, or its ``load_state_dict``, of its masters."""
+    """A layer's ``state_dict``, which saves in a dtype, or its ``load_state_dict``, of masters and parameters both."""
     original = getattr(method, "_original", method)
 
     @wraps(original)

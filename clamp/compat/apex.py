@@ -50,8 +50,6 @@ _SAYS = {
     "O3": "Pure FP16 training.",
 }
 
-_SWITCHES = {"True": True, "False": False}
-
 
 def initialize(
     models: Any,
@@ -147,7 +145,12 @@ def initialize(
         )
     make_scaler = _scaler_maker(chosen.loss_scale, min_loss_scale, max_loss_scale)
     for model in model_list:
-        _require_float32(model)
+        for index, param in enumerate(model.parameters()):
+            if param.dtype in HALF_DTYPES:
+                raise ValueError(
+                    f"parameter {index} of {type(model).__name__} is {canonical_dtype(param.dtype)}, expected float32: "
+                    "amp.initialize casts the model itself, do not cast it before"
+                )
     require_steppable(optimizer_list, require_kept(chosen.master_weights, "master_weights"))
     if verbosity:
         _print(opt_level, chosen)
@@ -160,26 +163,19 @@ def initialize(
         modules=ModuleRules(rules) if rules else None,
     )  # fmt: skip
     session.start(region, make_scaler, num_losses)
-    for model in model_list:
-        _prepare(model, optimizer_list, chosen, cast_model_outputs, rounding_seed)
+    outputs = cast_model_outputs or (chosen.cast_model_type and "float32")
+    for model in model_list if outputs is not None else ():
+        cast_calls(model, chosen.cast_model_type, outputs)
+        if chosen.cast_model_type in HALF_DTYPES:
+            to_16_bit(
+                model,
+                chosen.cast_model_type,
+                optimizer_list,
+                keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
+                keep_master=chosen.master_weights or False,
+                seed=rounding_seed,
+            )
     return result
-
-
-def _prepare(model: Any, optimizers: list[Any], chosen: Properties, outputs: str | None, seed: int) -> None:
-    if chosen.cast_model_type is None:
-        if outputs is not None:
-            cast_calls(model, None, outputs)
-        return
-    cast_calls(model, chosen.cast_model_type, outputs or "float32")
-    if chosen.cast_model_type in HALF_DTYPES:
-        to_16_bit(
-            model,
-            chosen.cast_model_type,
-            optimizers,
-            keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
-            keep_master=chosen.master_weights or False,
-            seed=seed,
-        )
 
 
 def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Properties:
@@ -194,8 +190,10 @@ def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Proper
     given = {name: value for name, value in overrides.items() if value is not None}
     if given.get("cast_model_type") is False:
         given["cast_model_type"] = None
-    if "keep_batchnorm_fp32" in given:
-        given["keep_batchnorm_fp32"] = _switch("keep_batchnorm_fp32", given["keep_batchnorm_fp32"])
+    if (keeps := given.get("keep_batchnorm_fp32")) is not None:
+        if not isinstance(keeps, bool) and keeps not in ("True", "False"):
+            raise ValueError(f"keep_batchnorm_fp32 must be True, False, 'True', 'False' or None, got {keeps!r}")
+        given["keep_batchnorm_fp32"] = keeps in (True, "True")
     if opt_level == "O1":
         _refuse_at_o1(given)
     elif given.get("patch_netcl"):
@@ -220,13 +218,6 @@ def _refuse_at_o1(given: dict[str, Any]) -> None:
             raise RuntimeError(f"{reason}. {name} was {given[name]!r}.")
 
 
-def _switch(name: str, value: Any) -> bool:
-    value = _SWITCHES.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True, False, 'True', 'False' or None, got {value!r}")
-    return value
-
-
 def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: float) -> Callable[[], LossScale]:
     if loss_scale == "off":
         return NoLossScale
@@ -242,15 +233,6 @@ def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: floa
         raise ValueError(f"loss_scale must be 'dynamic' or a number, got {loss_scale!r}") from None
     LossScale(scale)  # raises for a number that is no scale
     return lambda: LossScale(scale)
-
-
-def _require_float32(model: Any) -> None:
-    for index, param in enumerate(model.parameters()):
-        if param.dtype in HALF_DTYPES:
-            raise ValueError(
-                f"parameter {index} of {type(model).__name__} is {canonical_dtype(param.dtype)}, expected float32: "
-                "amp.initialize casts the model itself, do not cast it before"
-            )
 
 
 def _print(opt_level: str, chosen: Properties) -> None:
@@ -286,12 +268,11 @@ def scale_loss(
         ValueError: there is no such loss_id, no optimizer, or the loss has more than one element.
         TypeError: the loss is no node or not floating, or an optimizer has no ``params``.
     """
-    if session.active_handle() is None and session.is_disabled():
+    if (handle := session.active_handle()) is not None:
+        return handle.scale_loss(loss, optimizers, loss_id)
+    if session.is_disabled():
         return NoOpHandle().scale_loss(loss, optimizers)
-    handle = session.active_handle()
-    if handle is None:
-        raise RuntimeError(
-            "amp.scale_loss was called without AMP: call "
-            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
-        )
-    return handle.scale_loss(loss, optimizers, loss_id)
+    raise RuntimeError(
+        "amp.scale_loss was called without AMP: call "
+        "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
+    )

@@ -284,5 +284,6 @@ def trainer_step(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> A
         result = wrapped(*args, **kwargs)
     if instance in _batches:
         given, named = _batches[instance]
-        handle._look_after_skips(lambda: bridge.forward_and_backward(instance, *given, **named))
+        run_again = partial(bridge.forward_and_backward, instance, *given, **named)
+        handle._attribution.look_after_skips(run_again, "handle.explain()")
     return result

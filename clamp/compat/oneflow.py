@@ -21,8 +21,8 @@ from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
 from clamp.interrupts import holding
 from clamp.opencl.host_steps import host_step, recorder
-from clamp.ops import transfer
 from clamp.params import gradient_marks, masters
+from clamp.params.gradient_marks import copied
 from clamp.params.weight_cache import weights
 from clamp.recordings.arguments import Arguments, Key
 from clamp.recordings.attempt import Attempt
@@ -291,7 +291,7 @@ class _RecordedBuild(RecordedFunction):
             """Gives tensors. One may be an input, or a view of one: the next call's is another."""
             given = [x.buffer for x in inputs if isinstance(x, Tensor)]
             return mapped(
-                graph._run(inputs), lambda x: _copy(x.value) if any(x.value.buffer is b for b in given) else x.value
+                graph._run(inputs), lambda x: copied(x.value) if any(x.value.buffer is b for b in given) else x.value
             )
 
         super().__init__(build)
@@ -341,11 +341,7 @@ class _RecordedBuild(RecordedFunction):
             if x.grad is None:
                 x.grad = earlier
             else:  # in memory of its own: the next replay overwrites this one's
-                x.grad = (
-                    gradient_marks.copied(x.grad)
-                    if earlier is None
-                    else gradient_marks.added(earlier, x.grad, x.grad.dtype)
-                )
+                x.grad = copied(x.grad) if earlier is None else gradient_marks.added(earlier, x.grad, x.grad.dtype)
 
 
 def _given(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -364,12 +360,6 @@ def _require_input(x: Any) -> None:
             _require_input(item)
     elif not isinstance(x, Hashable):
         raise TypeError(f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one")
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    out = bridge.empty(tensor.queue, tensor.shape, tensor.dtype)
-    transfer.copy(tensor.queue, out.buffer, tensor.buffer, bridge.nbytes(tensor))
-    return out
 
 
 def _backward_is(run: Callable[..., None]) -> AbstractContextManager[None]:

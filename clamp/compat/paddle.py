@@ -16,7 +16,7 @@ from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dt
 from clamp.casting.regions import ModuleRules, process_region
 from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
-from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, save_as, to_16_bit
+from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -75,7 +75,7 @@ def decorate(
             that have no fp32 masters.
     """
     result = models if optimizers is None else (models, optimizers)
-    _check("level", level, LEVELS)
+    _require_level(level)
     dtype = check_dtype(dtype, "dtype")
     if save_dtype is not None:
         save_dtype = check_dtype(save_dtype, "save_dtype", SAVE_DTYPES)
@@ -87,7 +87,10 @@ def decorate(
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
-    rules = _rules(modules)
+    around = process_region()
+    rules = None if around is None else around.modules
+    if modules is not None:
+        rules = ModuleRules(module_rules(modules))
     if level == "O2":
         for model in model_list:
             require_convertible(model, dtype, excluded, rules)
@@ -107,22 +110,14 @@ def decorate(
             gradient_dtype="float32" if master_grad else None,
             seed=int(rounding_seed),
             rules=rules,
+            saves=save_dtype or "float32",
         )
-        if save_dtype is not None:
-            save_as(model, save_dtype)
     return result
 
 
-def _check(name: str, value: Any, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"unknown {name} {value!r}: pass one of {', '.join(known)}")
-
-
-def _rules(modules: Mapping[str, DTypeLike] | None) -> ModuleRules | None:
-    if modules is not None:
-        return ModuleRules(module_rules(modules))
-    region = process_region()
-    return None if region is None else region.modules
+def _require_level(level: str) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}: pass one of {', '.join(LEVELS)}")
 
 
 def _layers(excluded: Any) -> list[Any]:
@@ -162,7 +157,7 @@ def auto_cast(
             it.
     """
     require_switch(enable, "amp.auto_cast", "enable")
-    _check("level", level, LEVELS)
+    _require_level(level)
     dtype = check_dtype(dtype, "dtype")
     white = frozenset(names_in("custom_white_list", custom_white_list))
     black = frozenset(names_in("custom_black_list", custom_black_list))
@@ -191,8 +186,6 @@ class _AtLeastOne(DynamicLossScale):
 
 
 class _Scaling(ManualScaling):
-    """A loss scale that does not sink below 1."""
-
     _scale_class = _AtLeastOne
     moves = True  # whether it is ever updated
 
@@ -206,20 +199,6 @@ class _Scaling(ManualScaling):
         scaler = super()._make(state)
         scaler.rule = replace(scaler.rule, min=1.0)
         return scaler
-
-
-def _check_minimize(
-    loss: Any = None, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None
-) -> None:
-    if not isinstance(loss, Node | Tensor | None):
-        raise TypeError(f"minimize() takes the scaled loss, a node or a tensor, got {type(loss).__name__}")
-    if startup_program is not None:
-        raise ValueError("minimize(startup_program=...) is for Paddle's static graph: leave it out")
-    if parameters is not None or no_grad_set is not None:
-        raise ValueError(
-            "minimize(parameters=..., no_grad_set=...) cannot choose parameters: the optimizer steps all of its own. "
-            "Build one of the parameters that are to be trained, or freeze the others with requires_grad=False."
-        )
 
 
 class GradScaler(FaceScaler):
@@ -308,20 +287,32 @@ class GradScaler(FaceScaler):
         else:
             self._scaling.make_ready()
 
-    def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def minimize(
+        self, optimizer: Any, loss: Any = None, startup_program: Any = None, parameters: Any = None,
+        no_grad_set: Any = None,
+    ) -> Any:  # fmt: skip
         """``step(optimizer)`` and ``update()``.
 
         Args:
             optimizer: netcl's, or one like it.
-            args, kwargs: of Paddle's ``Optimizer.minimize``: ``loss``, the scaled loss, which is not used; and
-                ``startup_program``, ``parameters`` and ``no_grad_set``, which must be None.
+            loss: the scaled loss, which is not used.
+            startup_program, parameters, no_grad_set: of Paddle's ``Optimizer.minimize``; must be None.
 
         Raises:
             RuntimeError: as ``step``.
             TypeError: an argument that Paddle's has not, or a loss that is none.
             ValueError: an argument that chooses parameters: an optimizer steps all of its own.
         """
-        _check_minimize(*args, **kwargs)
+        if not isinstance(loss, Node | Tensor | None):
+            raise TypeError(f"minimize() takes the scaled loss, a node or a tensor, got {type(loss).__name__}")
+        if startup_program is not None:
+            raise ValueError("minimize(startup_program=...) is for Paddle's static graph: leave it out")
+        if parameters is not None or no_grad_set is not None:
+            raise ValueError(
+                "minimize(parameters=..., no_grad_set=...) cannot choose parameters: the optimizer steps all of its "
+                "own. Build one of the parameters that are to be trained, or freeze the others with "
+                "requires_grad=False."
+            )
         result = self.step(optimizer)
         self.update()
         return result

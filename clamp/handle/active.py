@@ -132,13 +132,13 @@ class AmpHandle:
             return "<AmpHandle, shut down>"
         reports = self._scaling.guards.reports
         steps, skips = reports.steps, reports.skips
-        skipped = f", {skips} skipped" + (f" (the last: {self._last_reason()})" if skips else "")
+        skipped = f", {skips} skipped"
+        if skips:
+            reason = next((report.reason for report in reversed(self.history) if not report.stepped), "long ago")
+            skipped += f" (the last: {reason})"
         skipped += f", {reports.repeated} repeated" if reports.repeated else ""
         scale = f", loss scale {self.loss_scale:g}" if self._scaling.first.scales else ", no loss scaling"
         return f"<AmpHandle {self._region.dtype}: {steps} step{'s' * (steps != 1)}{skipped}{scale}>"
-
-    def _last_reason(self) -> str:
-        return next((report.reason for report in reversed(self.history) if not report.stepped), "long ago")
 
     def clear_cache(self) -> None:
         """Forgets the 16-bit copies of weights. A kernel of your own that writes parameters must call it."""
@@ -249,10 +249,6 @@ class AmpHandle:
             ValueError: no op of the step can be seen.
         """
         return self._attribution.explain(step)
-
-    def _look_after_skips(self, step: Callable[[], Any]) -> None:
-        """Explains, after many skips in a row, a step that somebody else than the user can run again."""
-        self._attribution.look_after_skips(step, "handle.explain()")
 
     def summary(self, step: Callable[[], Any] | None = None) -> Summary:
         """Sums up the run so far: steps and skips, kernels built; ``print`` it, it is one screen.
