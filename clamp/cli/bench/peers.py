@@ -47,12 +47,11 @@ class PeerProcess:
         kind: ``"numpy"`` or ``"torch"``.
         threads: threads that it may compute with.
         gpu: whether it is to compute on the GPU, if it can.
-
-    Attributes:
-        label: its name in tables.
-        version: its version, and settings that matter.
-        works: dtypes by kind of work.
     """
+
+    label: str  # its name in tables
+    version: str  # its version, and settings that matter
+    works: dict[str, list[str]]  # dtypes by kind of work
 
     def __init__(self, kind: str, threads: int, gpu: bool) -> None:
         settings = blas_settings(threads)
@@ -156,13 +155,7 @@ def blas_settings(threads: int) -> dict[str, str]:
 
 
 class NumpyPeer:
-    """numpy's matrix product: whichever BLAS numpy was built with.
-
-    Attributes:
-        label: what the tables call it.
-        version: its version.
-        works: dtypes that it is timed in, by kind of work.
-    """
+    """numpy's matrix product: whichever BLAS numpy was built with. Label, version and works are as of its process."""
 
     def __init__(self) -> None:
         config: Any = np.show_config(mode="dicts")
