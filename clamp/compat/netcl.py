@@ -26,7 +26,6 @@ from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
-from clamp.params.masters import Pair
 from clamp.params.writes import unnoted
 from clamp.patching import collectives
 from clamp.patching.collectives import ScaledTape, keep_equal
@@ -89,30 +88,24 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- GradScaler
 
 
-class _Scales:
-    """The device side of netcl's scalers: a loss scale for each scaler and queue."""
-
-    def __init__(self) -> None:
-        # netcl's scalers compare by value, and cannot be keys.
-        self._of: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, LossScale]]]] = {}
-
-    def of(self, scaler: Any, queue: cl.CommandQueue) -> LossScale:
-        """The loss scale of a scaler on a queue, set to the scaler's own."""
-        key = id(scaler)
-        known = self._of.get(key)
-        if known is None or known[0]() is not scaler:
-            known = self._of[key] = weakref.ref(scaler, lambda _: self._of.pop(key, None)), {}
-        value = min(max(float(scaler.scale), SMALLEST), LARGEST)
-        bridge.set_host_scale(scaler, value)
-        last, scale = known[1].get(queue) or (value, LossScale(value))
-        scale.comes_down = True  # netcl's scaler lowers it
-        if last != value:
-            scale.set_scale(value)
-        known[1][queue] = value, scale
-        return scale
+#: The device side of netcl's scalers, by id, as they compare by value: a loss scale for each scaler and queue.
+_scales: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, LossScale]]]] = {}
 
 
-_scales = _Scales()
+def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
+    """The loss scale of a scaler on a queue, set to the scaler's own."""
+    key = id(scaler)
+    known = _scales.get(key)
+    if known is None or known[0]() is not scaler:
+        known = _scales[key] = weakref.ref(scaler, lambda _: _scales.pop(key, None)), {}
+    value = min(max(float(scaler.scale), SMALLEST), LARGEST)
+    bridge.set_host_scale(scaler, value)
+    last, scale = known[1].get(queue) or (value, LossScale(value))
+    scale.comes_down = True  # netcl's scaler lowers it
+    if last != value:
+        scale.set_scale(value)
+    known[1][queue] = value, scale
+    return scale
 
 
 @meets("netcl.amp.GradScaler.scale_loss")
@@ -125,7 +118,7 @@ def scale_loss(wrapped: Any, instance: Any, /, loss: Any) -> Any:
     if not bridge.on_device(loss.value):
         note_numpy_backend()
         return wrapped(loss)
-    return scaled_node(loss, host_step(partial(_scales.of, instance, loss.value.queue)))
+    return scaled_node(loss, host_step(partial(_scale_of, instance, loss.value.queue)))
 
 
 @meets("netcl.amp.GradScaler.unscale_grads")
@@ -141,12 +134,9 @@ def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> A
         return wrapped(params)
     if not instance.enabled:
         return False
-    return _unscale(instance, [(bridge.master_of(param) or param, bridge.model_parameter(param)) for param in params])
-
-
-def _unscale(scaler: Any, found: list[Pair]) -> bool:
+    found = [(bridge.master_of(param) or param, bridge.model_parameter(param)) for param in params]
     with scale_lock:
-        scales, _ = unscale_gradients(found, lambda queue: _scales.of(scaler, queue))
+        scales, _ = unscale_gradients(found, partial(_scale_of, instance))
         for scale in scales:
             scale.assign(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]

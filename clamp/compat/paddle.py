@@ -358,27 +358,14 @@ class GradScaler(FaceScaler):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Scale, settings and counts under Paddle's keys (``scale`` is an array of one); empty if disabled."""
-        if not self._enabled:
-            return {}
+    def _values(self) -> tuple[Any, ...]:
         state, rule = self._scaling.state_dict(), self._scaling.rule
-        scale = np.array([state["loss_scale"]], np.float32)
+        scale = np.array([state["loss_scale"]], np.float32)  # as Paddle has it, an array of one
         settings = (rule.growth, rule.backoff, rule.interval, rule.hysteresis)
-        counts = (state["unskipped"], state.get("bad_steps", 0))
-        return dict(zip(self._state_keys, (scale, *settings, *counts, self._dynamic), strict=True))
+        return scale, *settings, state["unskipped"], state.get("bad_steps", 0), self._dynamic
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a ``state_dict``, Paddle's too. Does nothing if disabled.
-
-        Raises:
-            TypeError: it is no dict.
-            RuntimeError: it is empty: it was saved by a disabled scaler.
-            ValueError: it is malformed. Nothing was changed.
-        """
-        if not self._enabled:
-            return
-        scale, *settings, good, bad, dynamic = self._values_in(state_dict)
+    def _load(self, scale: Any, *values: Any) -> None:
+        *settings, good, bad, dynamic = values
         for each in np.ravel(scale):
             require_number("scale", each)
         scale = np.asarray(scale, np.float64)

@@ -152,25 +152,12 @@ class GradScaler(FaceScaler):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Scale, factors, interval and growth tracker under PyTorch's keys; empty if disabled. Reads the device."""
-        return self._settings() if self._enabled else {}
-
-    def _settings(self) -> dict[str, Any]:
+    def _values(self) -> tuple[Any, ...]:
         state, rule = self._scaling.state_dict(), self._scaling.rule
-        values = (state["loss_scale"], rule.growth, rule.backoff, rule.interval)
-        return dict(zip(self._state_keys, (*values, state["unskipped"]), strict=True))
+        return state["loss_scale"], rule.growth, rule.backoff, rule.interval, state["unskipped"]
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a ``state_dict``, PyTorch's too. Does nothing if disabled.
-
-        Raises:
-            RuntimeError: it is empty: it was saved by a disabled scaler.
-            ValueError: it is malformed. Nothing was changed.
-        """
-        if not self._enabled:
-            return
-        scale, *settings, tracker = self._values_in(state_dict)
+    def _load(self, scale: Any, *values: Any) -> None:
+        *settings, tracker = values
         rule = FaceRule.of(settings)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
         self._scaling.rule = rule
@@ -178,7 +165,7 @@ class GradScaler(FaceScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._scaling.between_updates:
             raise RuntimeError("a GradScaler can be pickled at the start of an iteration, or after update()")
-        return {"enabled": self._enabled, **self._settings()}
+        return {"enabled": self._enabled, **self._state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale, *settings, tracker = (state[key] for key in self._state_keys)

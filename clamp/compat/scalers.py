@@ -92,6 +92,8 @@ class FaceScaler:
 
     _state_keys: tuple[str, ...]  # of its state dict, the scale first, then the rule's, then the counts
     _empty_state: str  # what is said of one that a disabled scaler has saved
+    _values: Callable[[], tuple[Any, ...]]  # what a state dict has under these keys; reads the device
+    _load: Callable[..., None]  # continues from such values
     _enabled: bool
     _scaling: ManualScaling
 
@@ -116,19 +118,34 @@ class FaceScaler:
         """Reports of the last 1000 steps, the newest last; a skipped one says why. Not of a disabled scaler."""
         return self._scaling.history
 
-    def _scale_now(self) -> float:
-        return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
+    def _state(self) -> dict[str, Any]:
+        return dict(zip(self._state_keys, self._values(), strict=True))
 
-    def _values_in(self, state: Mapping[str, Any]) -> list[Any]:
-        """The values of a state dict in the order of ``_state_keys``; raises as ``load_state_dict`` does."""
-        require_state(state, "state_dict()")
-        if not state:
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, settings and counts under the other system's keys; empty if disabled. Reads the device."""
+        return self._state() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a ``state_dict``, the other system's too. Does nothing if disabled.
+
+        Raises:
+            TypeError: it is no dict.
+            RuntimeError: it is empty: it was saved by a disabled scaler.
+            ValueError: it is malformed. Nothing was changed.
+        """
+        if not self._enabled:
+            return
+        require_state(state_dict, "state_dict()")
+        if not state_dict:
             raise RuntimeError(self._empty_state)
-        if missing := [key for key in self._state_keys if key not in state]:
+        if missing := [key for key in self._state_keys if key not in state_dict]:
             raise ValueError(
                 f"a GradScaler's state dict has the keys {', '.join(self._state_keys)}; missing: {missing}"
             )
-        return [state[key] for key in self._state_keys]
+        self._load(*(state_dict[key] for key in self._state_keys))
+
+    def _scale_now(self) -> float:
+        return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
 
 
 # ---------------------------------------------------------------------------------------------- a graph's
