@@ -9,11 +9,12 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from clamp import bridge
 
@@ -54,76 +55,65 @@ class CodeNames:
         codes = list(self._codes)
         while codes:
             code = codes.pop()
-            for name in (attributes(code) | texts(code)) - names:
+            for name in (names_in(code).attributes | names_in(code).texts) - names:
                 names.add(name)
                 codes += self._methods.get(name, ())
         return names
 
 
-@lru_cache(maxsize=1024)
-def attributes(code: CodeType) -> frozenset[str]:
-    """Attributes that code reads or writes, and what it imports from modules."""
-    ends = ("_ATTR", "LOAD_METHOD", "IMPORT_FROM")
-    names = {str(x.argval) for x in dis.get_instructions(code) if x.opname.endswith(ends)}
-    return frozenset(names.union(*map(attributes, _inner(code))))
+class NamesIn(NamedTuple):
+    """Names in code, and in what is defined in it."""
+
+    attributes: frozenset[str]  # that it reads or writes, and what it imports from modules
+    texts: frozenset[str]  # in its texts: of ``globals()["factor"]``, ``getattr(x, "factor")``, ``eval("2 * factor")``
+    globals: frozenset[str]
+    imports: frozenset[tuple[str, int]]  # modules, each with how many packages up its name begins
 
 
 @lru_cache(maxsize=1024)
-def texts(code: CodeType) -> frozenset[str]:
-    """Names in the texts of code: ``globals()["factor"]``, ``getattr(module, "factor")``, ``eval("2 * factor")``."""
-    found: set[str] = set()
+def names_in(code: CodeType) -> NamesIn:
+    """The names in code."""
+    attributes, texts, named = set[str](), set[str](), set[str]()
+    imports, before = set[tuple[str, int]](), list[Any]((0, 0))
+    for x in dis.get_instructions(code):
+        if x.opname.endswith(("_ATTR", "LOAD_METHOD", "IMPORT_FROM")):
+            attributes.add(str(x.argval))
+        elif x.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            named.add(str(x.argval))
+        elif x.opname == "IMPORT_NAME":
+            imports.add((str(x.argval), before[-2]))
+        if x.opname != "EXTENDED_ARG":  # of the 257th name, which would stand where the other two are looked for
+            before.append(x.argval)
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     for text in code.co_consts:
         if isinstance(text, str) and len(text) < 200:
-            try:
-                found |= {text, *compile(text, "", "exec").co_names}
-            except (SyntaxError, ValueError):
-                found.add(text)
-    return frozenset(found.union(*map(texts, _inner(code))))
-
-
-@lru_cache(maxsize=1024)
-def _named(code: CodeType) -> frozenset[str]:
-    names = {x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(names.union(*map(_named, _inner(code))))
+            texts.add(text)
+            with suppress(SyntaxError, ValueError):
+                texts.update(compile(text, "", "exec").co_names)
+    own = (attributes, texts, named, imports)
+    return NamesIn(*(frozenset(found).union(*parts) for found, *parts in zip(own, *inner, strict=True)))
 
 
 def global_names(code: CodeType, scope: Mapping[str, Any]) -> list[str]:
     """Global names that a function reads, and those defined in it. Where it reads them by names that it computes, all
     of them."""
-    names = set(_named(code))
+    names = set(names_in(code).globals)
     if (names - set(scope)) & _BY_TEXT:
-        by_text = texts(code) & set(scope)
+        by_text = names_in(code).texts & set(scope)
         names |= by_text or {name for name in [*scope] if not name.startswith("__")}
     return sorted(names & set(scope))
 
 
 def imported(code: CodeType, scope: Mapping[str, Any]) -> Iterator[ModuleType]:
     """The modules that a function imports when it runs, as far as they have been."""
-    names: set[str] = set()
-    if (attributes(code) | _named(code)) & _IMPORTS_BY_TEXT:
-        names |= texts(code)
-    for name, level in _imports(code):
+    names, found = set[str](), names_in(code)
+    if (found.attributes | found.globals) & _IMPORTS_BY_TEXT:
+        names |= found.texts
+    for name, level in found.imports:
         if level and scope.get("__package__"):
             name = resolve_name("." * level + name, scope["__package__"])
         names |= {name, name.partition(".")[0]}
     yield from (module for name in sorted(names) if isinstance(module := sys.modules.get(name), ModuleType))
-
-
-@lru_cache(maxsize=1024)
-def _imports(code: CodeType) -> frozenset[tuple[str, int]]:
-    """Names of modules that are imported in a function, each with how many packages up it begins."""
-    before: list[Any] = [0, 0]
-    found: set[tuple[str, int]] = set()
-    for x in dis.get_instructions(code):
-        if x.opname == "IMPORT_NAME":
-            found.add((str(x.argval), before[-2]))
-        if x.opname != "EXTENDED_ARG":  # of the 257th name, which would stand where the other two are looked for
-            before.append(x.argval)
-    return frozenset(found.union(*map(_imports, _inner(code))))
-
-
-def _inner(code: CodeType) -> list[CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
 def is_library(x: Any) -> bool:

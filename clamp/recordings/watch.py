@@ -30,7 +30,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.recordings.code_names import CodeNames, attributes, global_names, imported, is_library, is_of_library, texts
+from clamp.recordings.code_names import CodeNames, global_names, imported, is_library, is_of_library, names_in
 from clamp.recordings.watched_state import (
     GENERATORS,
     PLAIN,
@@ -62,10 +62,6 @@ class Watch:
             either, then. If not given, all count but those that an object names in ``_unwatched``.
         inside: whether an object is looked into, if it is no root.
         generators: whether random generators and iterators are looked at, which all that is drawn from them changes.
-
-    Attributes:
-        tensors: those that were met.
-        optimizers: those that were met.
     """
 
     def __init__(
@@ -75,8 +71,8 @@ class Watch:
         inside: Callable[[Any], bool] = lambda x: True,
         generators: bool = False,
     ) -> None:
-        self.tensors: list[Tensor] = []
-        self.optimizers: list[Any] = []
+        self.tensors: list[Tensor] = []  # that were met
+        self.optimizers: list[Any] = []  # that were met
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
@@ -269,7 +265,7 @@ class Watch:
             return
         self._known_modules.add((module.__name__, code))
         own = vars(module)
-        names = [name for name in attributes(code) | texts(code) if name in own]
+        names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
         seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
         for name, value in zip(names, seen, strict=True):
             if isinstance(value, ModuleType):
