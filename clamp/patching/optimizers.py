@@ -42,7 +42,7 @@ class Steps:
 
     def __init__(self, bindings: Bindings, step: Wrapper) -> None:
         self._bindings = bindings
-        self._guarded = _as_host_step(_with_own(step))
+        self._guarded = _guarded(step)
         self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
 
     def wrap(self, optimizer_class: type) -> None:
@@ -83,29 +83,23 @@ class Steps:
         self._bindings.set(optimizer, "step", _OwnStep(step, call))
 
 
-def _as_host_step(step: Wrapper) -> Wrapper:
-    """``optimizer.step``, which every replay makes anew."""
+def _guarded(step: Wrapper) -> Wrapper:
+    """``optimizer.step`` under ``step``, its guard, which every replay makes anew, with what clamp has a version of.
 
-    def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return masters.step_anew(optimizer, lambda: step(wrapped, optimizer, args, kwargs))
-
-    return call
-
-
-def _with_own(step: Wrapper) -> Wrapper:
-    """``step``, given clamp's version of the steps of netcl's that clamp has one of.
-
-    Those that update all parameters in one launch (params/updates.py); and ``AdamW.step(max_norm=)``, which clips
-    gradients of any size, of models of any size: netcl forgets it where it steps one parameter at a time.
+    That is of those that update all parameters in one launch (params/updates.py); and ``AdamW.step(max_norm=)``, which
+    clips gradients of any size, of models of any size: netcl forgets it where it steps one parameter at a time.
     """
 
     def call(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own: Any = partial(_with_wide_gradients, wrapped, optimizer)
-        if bridge.is_netcls_step(wrapped):
-            own = updates.OptimizerStep(wrapped, optimizer)
-        if (wrapped.__module__, wrapped.__qualname__) in _ADAMWS and (args or kwargs):
-            own = partial(_clipped, own, optimizer)
-        return step(own, optimizer, args, kwargs)
+        def run() -> Any:
+            own: Any = partial(_with_wide_gradients, wrapped, optimizer)
+            if bridge.is_netcls_step(wrapped):
+                own = updates.OptimizerStep(wrapped, optimizer)
+            if (wrapped.__module__, wrapped.__qualname__) in _ADAMWS and (args or kwargs):
+                own = partial(_clipped, own, optimizer)
+            return step(own, optimizer, args, kwargs)
+
+        return masters.step_anew(optimizer, run)
 
     return call
 
@@ -126,10 +120,7 @@ def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
 
 def _definer(cls: type, name: str) -> type | None:
     """The class among those that ``cls`` inherits from, itself first, that defines a method."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            return base
-    return None
+    return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
 @meets_in_optimizers("zero_grad")

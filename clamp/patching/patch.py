@@ -75,9 +75,9 @@ class Patches:
                 if entry.module in sys.modules:
                     self._wrap_entry(entry)
             self._wrap_unlisted(list(sys.modules.values()))
-            for registration in self._registrations:
-                if registration.full_name not in self._policies:
-                    self._wrap_registered(registration)
+            for one in self._registrations:
+                if one.full_name not in self._policies:
+                    self._bindings.wrap(one.owner, one.name, _user_wrapper(one.name, one.policy))
             self._replace(sys.modules)
             if self._by_module:
                 self._wrap_modules()
@@ -189,10 +189,6 @@ class Patches:
             self._bindings.wrap(owner, entry.function, wrapper, passes, how)
         else:
             self._bindings.redirect(function, wrapper, passes, how)
-
-    def _wrap_registered(self, registration: Registration) -> None:
-        name = registration.name
-        self._bindings.wrap(registration.owner, name, _user_wrapper(name, registration.policy))
 
 
 _user_wrapper = cache(user_wrapper)

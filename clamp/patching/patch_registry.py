@@ -58,12 +58,6 @@ def replaces(name: str) -> Callable[[F], F]:
     return register
 
 
-def before_removal(run: Callable[[], None]) -> Callable[[], None]:
-    """Registers what is to end before patches go."""
-    BEFORE_REMOVAL.append(run)
-    return run
-
-
 def _registered(wrappers: dict[str, Wrapper], names: tuple[str, ...]) -> Callable[[F], F]:
     def register(function: F) -> F:
         def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

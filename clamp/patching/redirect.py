@@ -41,9 +41,6 @@ class Redirected:
         passes: asked with all arguments where casts are off, ahead of the wrapper: whether to run the own code at once.
             For ``"wrapped"`` and ``"more"``.
         scope: the global names that the own code sees; the function's if not given.
-
-    Attributes:
-        runs: what the function stands for where nothing is to come between: its own code, or a plain wrapper.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class Redirected:
         self.function = function
         self.code = function.__code__
         self._own = own_copy(function, scope)
+        # What the function stands for where nothing is to come between: its own code, or a plain wrapper.
         self.runs = partial(wrapper, self._own) if how == "plain" else self._own
         own = _shape(self.code)
         names, shape = _OPEN.get(how) or _named(self.code, how == "more")

@@ -20,7 +20,7 @@ import wrapt
 from clamp.bridge import Node, Tensor
 from clamp.casting.arguments import CastArguments, reporter
 from clamp.casting.policy_table import CastPolicy
-from clamp.casting.regions import Region, called_in, casting_region, in_region
+from clamp.casting.regions import called_in, casting_region, in_region
 from clamp.ops.cast import cast
 from clamp.patching.wrap import user_wrapper
 
@@ -110,7 +110,7 @@ class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
                 return wrapped(*args, **kwargs)
             name = getattr(function, "__name__", "custom_fwd")
             casts = CastArguments(args, kwargs, cast_inputs, reporter(region, name), region.cache_enabled)
-            with casts as (args, kwargs), in_region(_without_casts(region)):
+            with casts as (args, kwargs), in_region(replace(region, enabled=False)):
                 return wrapped(*args, **kwargs)
 
         super().__init__(function, call)
@@ -146,7 +146,7 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
         return backward
     region = casting_region()
     if region is not None and input_dtype(forward) is not None:
-        region = _without_casts(region)
+        region = replace(region, enabled=False)
     dtypes = [node.value.dtype for node in nodes if isinstance(node, Node)]
 
     def in_region_of_forward(grad: Tensor) -> list[Tensor | None]:
@@ -154,10 +154,6 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
         return [g if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
     return in_region_of_forward
-
-
-def _without_casts(region: Region) -> Region:
-    return replace(region, enabled=False)
 
 
 # ---------------------------------------------------------------------------------------------- registered

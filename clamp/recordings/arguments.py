@@ -26,14 +26,6 @@ Key: TypeAlias = tuple[Hashable, tuple[KeyPart, ...]]  # of a call: what is arou
 class Arguments:
     """Those of one call.
 
-    Attributes:
-        tensors: its tensors, those of leaf nodes too, in their order.
-        passed: what each of them was passed as: itself, or its node.
-        arrays: its numpy arrays.
-        others: what else there is, by place.
-        key: what a recording for this call depends on in the arguments.
-        trouble: why no recording can be for it; empty if one can.
-
     Args:
         name: what messages call its arguments by position.
         of_gradients: whether a recording is for arguments that are trained themselves, and not for others in their
@@ -43,14 +35,15 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, of_gradients: bool) -> None:
         self._of_gradients = of_gradients
         self.args, self.kwargs = args, kwargs
-        self.tensors: list[Tensor] = []
-        self.passed: list[Node | Tensor] = []
+        self.tensors: list[Tensor] = []  # those of leaf nodes too, in their order
+        self.passed: list[Node | Tensor] = []  # what each of them was passed as: itself, or its node
         self.arrays: list[np.ndarray[Any, Any]] = []
-        self.others: dict[str, Any] = {}
-        self.trouble = ""
+        self.others: dict[str, Any] = {}  # what else there is, by place
+        self.trouble = ""  # why no recording can be for it; empty if one can
         named = sorted(kwargs.items())
         parts = [part for index, x in enumerate(args) for part in self._parts(x, f"{name}[{index}]")]
         parts += [part for key, x in named for part in self._parts(x, key)]
+        # What a recording for this call depends on in the arguments.
         self.key = (*parts, ("the memory of arguments", shared_memory(self.tensors)))
 
     def leaves(self) -> list[Any]:

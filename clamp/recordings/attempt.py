@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinMethodType, CodeType, FrameType
+from types import BuiltinMethodType, FrameType
 from typing import Any
 
 from netcl.runtime.capture import KernelCapture
@@ -31,17 +31,11 @@ from clamp.recordings.watch import Watch
 
 @dataclass
 class Upload:
-    """An array of a call's that the code brings to the device.
+    """An array of a call's that the code brings to the device."""
 
-    Attributes:
-        given: what the code was given for the array.
-        tensor: what it got.
-        again: does it with another array.
-    """
-
-    given: HostValue
-    tensor: Tensor
-    again: Callable[[Any], Tensor]
+    given: HostValue  # what the code was given for the array
+    tensor: Tensor  # what it got
+    again: Callable[[Any], Tensor]  # does it with another array
 
 
 class Attempt(KernelCapture):  # type: ignore[misc]
@@ -51,17 +45,13 @@ class Attempt(KernelCapture):  # type: ignore[misc]
         watch: what the code must not change itself, but in host steps.
         compares: whether it is only to be compared with an earlier one (comparison.py): nobody will replay it.
         raises: whether what no replay could do is an error, in the user's code, and does not end it.
-
-    Attributes:
-        why: why it was given up; empty if it was not.
-        uploads: in the order in which they were made.
     """
 
     def __init__(self, watch: Watch, compares: bool = False, raises: bool = False) -> None:
         super().__init__()
         self.compares, self.raises = compares, raises
-        self.why = ""
-        self.uploads: list[Upload] = []
+        self.why = ""  # it was given up; empty if it was not
+        self.uploads: list[Upload] = []  # in the order in which they were made
         self._watch = watch
 
     def give_up(self, why: str) -> None:
@@ -130,8 +120,8 @@ def answers_refused() -> Iterator[None]:
 def _look(frame: FrameType, event: str, arg: Any) -> None:
     if event == "c_call":
         asked = _name_of(arg) if _is_users(frame) else ""
-    elif event == "call" and frame.f_back is not None and _is_waiting(frame) and _is_users(frame.f_back):
-        asked = frame.f_code.co_qualname
+    elif event == "call" and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITING:
+        asked = frame.f_code.co_qualname if frame.f_back is not None and _is_users(frame.f_back) else ""
     else:
         return
     if asked and not _is_collecting(frame):
@@ -151,11 +141,6 @@ def _is_collecting(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code not in told and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
-
-
-def _is_waiting(frame: FrameType) -> bool:
-    code: CodeType = frame.f_code
-    return (frame.f_globals.get("__name__"), code.co_name) in _WAITING
 
 
 def _name_of(called: Any) -> str:

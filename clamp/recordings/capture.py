@@ -12,7 +12,6 @@ netcl records what goes through ``cl.Kernel.__call__``. Under AMP, from ``begin`
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +30,7 @@ from clamp.interrupts import With
 from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorder, unrecorded, value_now
 from clamp.ops import transfer
 from clamp.params.weight_cache import weights
-from clamp.patching.patch_registry import before_removal, meets
+from clamp.patching.patch_registry import BEFORE_REMOVAL, meets
 from clamp.recordings import memory
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.memory import Dependencies, Launches, ModuleNotes, Pool, dependencies_of
@@ -61,7 +60,6 @@ class _Recording:
         self._undo: list[tuple[Any, str, Any]] = []
         self._before: list[Seen] = []  # the tensors that there were when it began
         self._modules: ModuleNotes | None = None  # while it is under way
-        self.thread = threading.get_ident()
         self.begun_by: With | None = None
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -72,7 +70,8 @@ class _Recording:
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
         memory.keepers.add(self.keeps)
-        memory.watch_pools()
+        for pool in [*netcls_memory._PERSISTENT_POOLS.values()]:
+            memory.watch_pool(pool)
         self._replace(cl.Kernel, "__call__", partial(self._call, vars(cl.Kernel)["_orig_call"]))
         self._replace(netcls_memory, "get_persistent_pool", self._own_pool)
         self._replace_here(cl, "enqueue_fill_buffer", _fill_buffer)
@@ -118,7 +117,7 @@ class _Recording:
             How often there were any so far: who holds launches of an earlier time looks at them again.
         """
         capture = self._capture()
-        if capture is not None and dependencies_of(capture).residents.follow():
+        if capture is not None and dependencies_of(capture).follow():
             self._moves += 1
             self._note_addresses()
         return self._moves
@@ -174,9 +173,6 @@ class _Recording:
         """Returns how many bytes launches may use of memory of the recording's own; None for other memory."""
         where = address_of(storage)
         return next((pool.given[where] for pool in self._pools.values() if where in pool.given), None)
-
-    def _note_allocation(self, address: Address) -> None:
-        self.allocations.append((len(self._launches), address))
 
     def _note_addresses(self) -> None:
         self._addresses = {address_of(arg) for launch in self._launches for arg in launch.args} - {None}
@@ -241,7 +237,7 @@ class _Recording:
                 return main
             key = id(main)
             if key not in self._pools:
-                self._pools[key] = Pool(main, self._note_allocation)
+                self._pools[key] = Pool(main, lambda where: self.allocations.append((len(self._launches), where)))
             return self._pools[key]
 
         return get_persistent_pool
@@ -380,11 +376,12 @@ def _drop(capture: KernelCapture) -> None:
     _forget(capture)
 
 
-@before_removal
-def abandon() -> None:
-    """Ends a recording that is under way: clamp's patches are about to go."""
+def _abandon() -> None:
     if _running:
         _running[0][0].clear()
+
+
+BEFORE_REMOVAL.append(_abandon)
 
 
 def _forget(capture: KernelCapture) -> None:

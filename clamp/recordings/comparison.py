@@ -36,7 +36,7 @@ def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], 
     """
     then, now = _Sides(plan.capture), _Sides(other)
     known = [address_of(x.buffer) for x in (*given, *brought)]
-    residents, pairs = plan.residents, dict[Any, Any]()
+    residents, pairs = plan.dependencies.now, dict[Any, Any]()
     for number, (one, launch, places) in enumerate(zip_longest(then, now, plan.places), start=1):
         if launch is None or one is None:
             which = "ends" if launch is None else f"launches {_name_of(launch)}"
@@ -105,7 +105,10 @@ def _is_same_place(then: Any, now: Any, residents: Collection[Any], pairs: dict[
 
 
 def _differs(one: CapturedKernelLaunch, other: CapturedKernelLaunch) -> str:
-    if _name_of(one) != _name_of(other) or not _is_same_code(one.kernel, other.kernel):
+    codes = one.kernel, other.kernel
+    are_kernels = all(isinstance(code, cl.Kernel) for code in codes)
+    is_same_code = codes[0] is codes[1] or codes[0].program == codes[1].program if are_kernels else _alike(*codes)
+    if _name_of(one) != _name_of(other) or not is_same_code:
         return f"{_name_of(other)}, where {_name_of(one)} was recorded"
     if len(one.args) != len(other.args):
         return f"{_name_of(other)} with {len(other.args)} arguments, where {len(one.args)} were recorded"
@@ -121,12 +124,6 @@ def _differs(one: CapturedKernelLaunch, other: CapturedKernelLaunch) -> str:
 def _name_of(launch: CapturedKernelLaunch) -> str:
     kernel = launch.kernel
     return kernel.function_name if isinstance(kernel, cl.Kernel) else "a decision of the host"
-
-
-def _is_same_code(one: Any, other: Any) -> bool:
-    if isinstance(one, cl.Kernel) and isinstance(other, cl.Kernel):
-        return one is other or one.program == other.program
-    return _alike(one, other)
 
 
 def _shown(x: Any) -> str:

@@ -36,20 +36,17 @@ def _dtype_of(compiled: Any) -> str:
     return getattr(compiled, "_clamp_dtype", "float32")
 
 
-def _is_stale(compiled: Any) -> bool:
-    """Returns whether a compiled pass cannot be replayed any more."""
-    ours = recording_of(compiled._capture) is not None
-    return ours and bool(dependencies_of(compiled._capture).change())
-
-
 @meets("netcl.autograd.forward_compiler.ForwardCompiler.compile")
 def compile_forward(wrapped: Any, instance: Any, /, model: Any, sample_input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again,
     nor one whose model has changed."""
     plans, key = instance._cache, tuple(sample_input.shape)
     dtype = bridge.canonical_dtype(sample_input.dtype)
-    if key in plans and (_dtype_of(plans[key]) != dtype or _is_stale(plans[key])):
-        del plans[key]
+    if key in plans:
+        capture = plans[key]._capture
+        is_stale = recording_of(capture) is not None and dependencies_of(capture).change()
+        if is_stale or _dtype_of(plans[key]) != dtype:
+            del plans[key]
     compiled = wrapped(model, sample_input, *args, **kwargs)
     if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
         # It is a pass in eval mode, whatever the model is used for besides.
@@ -71,7 +68,8 @@ def replay_forward(wrapped: Any, instance: Any, /, new_input: Tensor) -> Any:
     x = cast(x, dtype) if x.dtype in bridge.STORAGE and dtype in bridge.STORAGE else x
     if not hasattr(instance, "_clamp_plan"):
         return wrapped(x)
-    instance._clamp_plan.run([x])
+    instance._clamp_plan.check([x])
+    instance._clamp_plan.launch([x])
     return instance.output_tensor
 
 

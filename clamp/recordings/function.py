@@ -74,11 +74,7 @@ def record(function: Callable[..., Any]) -> RecordedFunction:
 
 
 class RecordedFunction:
-    """A function as ``amp.record`` makes it.
-
-    Attributes:
-        recordings: how many there are.
-    """
+    """A function as ``amp.record`` makes it."""
 
     __wrapped__: Callable[..., Any]
     _kind = Replayable
@@ -284,18 +280,14 @@ class RecordedFunction:
         late = any(bridge.is_weight(x) for x in others if id(x) not in given)
         if late:
             return "it trains tensors that are new in each call. Make them outside of it"
-        if any(map(_is_another, _numbers_in(result), self._numbers.get(before, ()))):
+        numbers = zip(_numbers_in(result), self._numbers.get(before, ()), strict=False)
+        if any(not is_host_value(now) and not is_same(now, last) for now, last in numbers):
             return "it returns a number that is another one in each call, and would be the same in all replays"
         return ""
 
 
 def _numbers_in(result: Any) -> tuple[Any, ...]:
     return tuple(x for x in leaves_of(result) if isinstance(x, PLAIN))
-
-
-def _is_another(now: Any, last: Any) -> bool:
-    """Returns whether a number that is no other in replays is another than it was in the last call."""
-    return not is_host_value(now) and not is_same(now, last)
 
 
 def _tokens() -> Tokens:

@@ -21,19 +21,12 @@ Tokens = Mapping[object, int]  # the guards of steps to come: what marks call th
 
 @dataclass(slots=True)
 class GradientEntry:
-    """A gradient that is there when the function begins.
+    """A gradient that is there when the function begins."""
 
-    Attributes:
-        tensor: whose it is.
-        found: what is there.
-        alias: what the function meets in its place.
-        mark: what the alias was marked with.
-    """
-
-    tensor: Tensor
-    found: Tensor
-    alias: Tensor
-    mark: Mark | None
+    tensor: Tensor  # whose it is
+    found: Tensor  # what is there
+    alias: Tensor  # what the function meets in its place
+    mark: Mark | None  # what the alias was marked with
 
 
 class Known:
@@ -143,10 +136,6 @@ class Gradients:
         kinds: of these when it began.
         entries: of them when it began; they have been put back.
         exits: the gradients that they had when it ended, aliases among them.
-        held: what its host steps go back to.
-
-    Attributes:
-        aliases: by ids of tensors.
         held: what its host steps go back to.
     """
 

@@ -52,20 +52,21 @@ def _state(tensor: Tensor) -> tuple[Any, ...]:
 _STATE = ("shape", "dtype", "requires_grad", "frozen by freeze()", "held by an optimizer")
 
 
-class Residents:
-    """The tensors in a recording's memory that somebody besides the recording knows.
+class Dependencies:
+    """Dependencies of one recording: the tensors in its memory that somebody besides it knows, and the modules.
 
     Args:
-        launches: what was recorded.
-        before: the living tensors when the recording began.
-        own: addresses of the recording's own memory: nobody else gives it to a tensor.
+        capture: the recording has ended.
+        before: the living tensors when it began.
+        own: addresses of its own memory: nobody else gives it to a tensor.
+        modules: those that ran.
     """
 
     def __init__(
-        self, launches: Sequence[CapturedKernelLaunch], before: Sequence[Seen], own: Collection[Address]
+        self, capture: KernelCapture, before: Sequence[Seen], own: Collection[Address], modules: ModuleNotes
     ) -> None:
         self._places: dict[Address, list[Place]] = {}
-        for launch in launches:
+        for launch in capture._launches:
             for index, arg in enumerate(launch.args):
                 where = address_of(arg)
                 if where is not None and where not in own:
@@ -81,6 +82,7 @@ class Residents:
             if where in self._places and tensor is not None and (id(tensor), where) not in known:
                 known.add((id(tensor), where))
                 self._residents.append(_Resident(ref, where, buffer, _state(tensor), number < len(before)))
+        self._modules, self._watch, self._region = modules, modules.watch(), process_region()
 
     @property
     def addresses(self) -> set[Address]:
@@ -97,10 +99,10 @@ class Residents:
         """Addresses of the memory in the launches that tensors had when the recording began."""
         return {where for where, _ in self._before}
 
-    def tensors_at(self, address: Address | None) -> list[Tensor]:
-        """The tensors that launches find at this address."""
-        found = [resident.ref() for resident in self._residents if resident.address == address]
-        return [tensor for tensor in found if tensor is not None]
+    def weight_at(self, address: Address | None) -> Tensor | None:
+        """The first weight that launches find at this address."""
+        found = (resident.ref() for resident in self._residents if resident.address == address)
+        return next((tensor for tensor in found if tensor is not None and bridge.is_weight(tensor)), None)
 
     def strangers(self, known: Collection[Address | None]) -> list[weakref.ref[Tensor]]:
         """The tensors that were there before in memory that is not known, weights apart. They may be gone by now."""
@@ -111,8 +113,18 @@ class Residents:
         """This memory is an input's: every replay brings its own, and what lies in it now does not matter."""
         self._residents = [resident for resident in self._residents if resident.address != address]
 
+    def ignore(self, *names: str) -> None:
+        """Lets attributes of modules change that do not matter to this pass."""
+        self._watch = self._modules.watch(*names)
+
     def change(self) -> str:
-        """Returns why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
+        """Why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
+        if self._region is not None and self._region is not process_region():
+            return "AMP has been shut down"
+        return self.of_tensors() or ("" if self._watch.holds() else f"{self._watch.change()} has changed")
+
+    def of_tensors(self) -> str:
+        """As ``change``, of the tensors alone."""
         moved = False
         for resident in self._residents:
             tensor = resident.ref()
@@ -229,14 +241,8 @@ def _has_free(pool: PersistentBufferPool, bucket: int) -> bool:
 keepers: set[Callable[[PersistentBufferPool, Any], bool]] = set()
 
 
-def watch_pools() -> None:
-    """Lets netcl's pools ask before they give memory to others that a recording may use."""
-    for pool in [*memory._PERSISTENT_POOLS.values()]:
-        watch_pool(pool)
-
-
 def watch_pool(pool: PersistentBufferPool) -> None:
-    """As ``watch_pools``, of one pool."""
+    """Lets a pool of netcl's ask before it gives memory to others that a recording may use."""
     if type(pool) is PersistentBufferPool and "release" not in vars(pool):
         pool.release = partial(_release, pool)
 
@@ -305,35 +311,6 @@ class ModuleNotes:
             kind = type(module).__name__
             roots[kind if kind not in roots else f"{kind} ({len(roots)})"] = module
         return Watch(roots, hidden, lambda x: not bridge.is_module(x) or id(x) in self._before)
-
-
-class Dependencies:
-    """Dependencies of one recording.
-
-    Args:
-        capture: the recording has ended.
-        before: the living tensors when it began.
-        own: addresses of its own memory.
-        modules: those that ran.
-    """
-
-    def __init__(
-        self, capture: KernelCapture, before: Sequence[Seen], own: Collection[Address], modules: ModuleNotes
-    ) -> None:
-        self.residents = Residents(capture._launches, before, own)
-        self._modules = modules
-        self._region = process_region()
-        self._watch = modules.watch()
-
-    def ignore(self, *names: str) -> None:
-        """Lets attributes of modules change that do not matter to this pass."""
-        self._watch = self._modules.watch(*names)
-
-    def change(self) -> str:
-        """Why the recording cannot be replayed any more, in words; empty if it can, after ``residents.follow()``."""
-        if self._region is not None and self._region is not process_region():
-            return "AMP has been shut down"
-        return self.residents.change() or ("" if self._watch.holds() else f"{self._watch.change()} has changed")
 
 
 def dependencies_of(capture: KernelCapture) -> Dependencies:

@@ -13,13 +13,13 @@ from netcl.core.capabilities import get_device_capabilities
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import bridge
-from clamp.bridge import Address, Tensor, address_of
+from clamp.bridge import Tensor, address_of
 from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.program import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
-from clamp.recordings.memory import Residents, dependencies_of, stale
+from clamp.recordings.memory import Dependencies, dependencies_of, stale
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 #: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
@@ -39,11 +39,6 @@ class ReplayPlan:
         state: tensors that the pass knows besides its inputs. Parameters count without being named.
         moving: tensors that the pass made, which lie elsewhere in each replay.
 
-    Attributes:
-        capture: what was recorded.
-        places: launch by launch, numbers of its arguments, each with that of the input, or of what moves, that it is.
-        strangers: tensors that the launches use and nobody knows from where, as an iterator's.
-
     Raises:
         ValueError: an input that no launch reads.
     """
@@ -59,21 +54,23 @@ class ReplayPlan:
         assert recording is not None
         self.capture = capture  # its launches keep all memory alive
         self._recording = recording
-        self._dependencies = dependencies_of(capture)
+        self.dependencies = dependencies_of(capture)
         self._thread = threading.get_ident()
         self._inputs = [(tuple(x.shape), x.dtype, x.queue) for x in inputs]
         self._recorded = [*inputs, *moving]
         self._together = shared_memory(inputs)
         self._trained = [(index, x) for index, x in enumerate(inputs) if bridge.is_trained(x)]
         state = list(state)
-        self._fixed = _fixed(inputs, self._dependencies.residents, state)
+        self._fixed = _fixed(inputs, self.dependencies, state)
         places = {address_of(x.buffer): index for index, x in reversed(list(enumerate([*inputs, *moving])))}
         fixed = {address_of(inputs[index].buffer) for index in self._fixed}
         places = {where: index for where, index in places.items() if where not in fixed}
         for where in places:
-            self._dependencies.residents.give_up(where)
+            self.dependencies.give_up(where)
         known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
-        self.strangers = self._dependencies.residents.strangers(known)
+        # Tensors that the launches use and nobody knows from where, as an iterator's.
+        self.strangers = self.dependencies.strangers(known)
+        # Launch by launch, numbers of its arguments, each with that of the input, or of what moves, that it is.
         self.places: list[dict[int, int]] = [
             {at: places[where] for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places}
             for launch in capture._launches
@@ -86,16 +83,6 @@ class ReplayPlan:
                 f"inputs[{index}], of shape {self._inputs[index][0]}, is read by no recorded launch, so new data in it "
                 f"would change nothing: leave it out, or compute with it on the device"
             )
-
-    @property
-    def addresses(self) -> set[Address]:
-        """Of the memory that the launches use, but for the recording's own."""
-        return self._dependencies.residents.addresses
-
-    @property
-    def residents(self) -> set[Address | None]:
-        """Of the memory of the tensors that it knows, where they are now."""
-        return self._dependencies.residents.now
 
     def misfit(self, inputs: Sequence[Tensor]) -> str:
         """Why a replay with these inputs would give other results than the pass itself, in words; empty if it fits.
@@ -115,21 +102,16 @@ class ReplayPlan:
         pairs = [(x.buffer, inputs[first].buffer) for x, first in zip(inputs, self._together, strict=True)]
         if any(address_of(one) != address_of(other) for one, other in pairs if one is not other):
             return "inputs were recorded that share memory, and these do not"
-        return self._dependencies.residents.change()
+        return self.dependencies.of_tensors()
 
-    def run(self, inputs: Sequence[Tensor]) -> None:
-        """Replays with other tensors of the same shapes and dtypes.
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Whether a replay may use other tensors of the same shapes and dtypes.
 
         Raises:
             ValueError: there are more or fewer, or a shape, dtype or queue differs.
             RuntimeError: called in another thread than the recording's, whose kernels it uses, or while recording, or
                 what the recording depends on has changed.
         """
-        self.check(inputs)
-        self.launch(inputs)
-
-    def check(self, inputs: Sequence[Tensor]) -> None:
-        """Raises what ``run`` raises."""
         refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
         if threading.get_ident() != self._thread:
             raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
@@ -141,7 +123,7 @@ class ReplayPlan:
                     f"inputs[{index}] was recorded as {dtype} of shape {shape}, got {x.dtype} of shape "
                     f"{tuple(x.shape)}{'' if x.queue == queue else ' on another queue'}: record another graph for it"
                 )
-        if misfit := self.misfit(inputs) or self._dependencies.change():
+        if misfit := self.misfit(inputs) or self.dependencies.change():
             raise stale(misfit)
 
     def launch(self, inputs: Sequence[Tensor], moved: Sequence[Tensor] = ()) -> None:
@@ -178,15 +160,15 @@ def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple([first.setdefault(address_of(x.buffer), index) for index, x in enumerate(inputs)])
 
 
-def _fixed(inputs: Sequence[Tensor], residents: Residents, state: Sequence[Tensor]) -> dict[int, Tensor]:
+def _fixed(inputs: Sequence[Tensor], known: Dependencies, state: Sequence[Tensor]) -> dict[int, Tensor]:
     """The inputs, by number, whose memory is also that of a tensor that the pass knows, which is the value."""
     named = {address_of(tensor.buffer): tensor for tensor in state if bridge.on_device(tensor)}
     fixed = {}
     for index, x in enumerate(inputs):
         where = address_of(x.buffer)
-        weights_there = [tensor for tensor in residents.tensors_at(where) if bridge.is_weight(tensor)]
-        if where in named or weights_there:
-            fixed[index] = named[where] if where in named else weights_there[0]
+        value = named[where] if where in named else known.weight_at(where)
+        if value is not None:
+            fixed[index] = value
     return fixed
 
 

@@ -43,17 +43,11 @@ def detached(result: Any) -> Any:
 
 @dataclass
 class Made:
-    """A tensor that the function made and leaves, as a result or a gradient: in each replay in memory of its own.
+    """A tensor that the function made and leaves, as a result or a gradient: in each replay in memory of its own."""
 
-    Attributes:
-        tensor: what was recorded; host steps find it here.
-        size: bytes that launches use where it lies; 0 if it lies past every pool, as what netcl's own matmul makes.
-        first: what lies in the same memory, if that is another tensor.
-    """
-
-    tensor: Tensor
-    size: int
-    first: Tensor | None = None
+    tensor: Tensor  # what was recorded; host steps find it here
+    size: int  # bytes that launches use where it lies; 0 if it lies past every pool, as what netcl's own matmul makes
+    first: Tensor | None = None  # what lies in the same memory, if that is another tensor
 
     @property
     def moves(self) -> bool:
@@ -82,11 +76,6 @@ class Replayable:
         state: tensors that it knows.
         watch: the host's state now.
 
-    Attributes:
-        plan: its launches.
-        watch: the host's state after it.
-        calls: how many it could be replayed for.
-
     Raises:
         CannotReplay: it reads or returns what no replay has.
     """
@@ -103,8 +92,8 @@ class Replayable:
         self._values = values  # held so that their ids stay theirs
         self._array = {id(value): index for index, value in enumerate(values)}
         self._uploads = [(self._array[id(x.given)], x) for x in attempt.uploads]
-        others = (*call.tensors, *(upload.tensor for upload in attempt.uploads))
-        self._others_memory = dependencies_of(attempt).residents.before | {address_of(x.buffer) for x in others}
+        self._others = (*call.tensors, *(upload.tensor for upload in attempt.uploads))  # given, or made of its arrays
+        self._others_memory = dependencies_of(attempt).before | {address_of(x.buffer) for x in self._others}
         self._state = {id(x): x for x in state}
         self._made: dict[int, Made] = {}
         self._gradients, self._aliases = gradients, gradients.aliases
@@ -118,7 +107,8 @@ class Replayable:
         gradients.held.met += [made.tensor for made in self._made.values() if made.size]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
-        self.plan, self.watch, self.calls = ReplayPlan(attempt, given, self._state.values(), moving), watch, 0
+        self.plan, self.watch = ReplayPlan(attempt, given, self._state.values(), moving), watch
+        self.calls = 0  # that it could be replayed for
 
     def _note_results(self, result: Any) -> None:
         self._result = self._mapped(result, self._kept)
@@ -293,24 +283,17 @@ class Replayable:
         if any(x is leaf for leaf in self._call.leaves()):
             return x
         value = x.value if isinstance(x, Node) else x
-        if isinstance(value, Tensor):
-            self._note_result(value)
+        if isinstance(value, Tensor) and self._is_made(value):
+            self._note_made(value)
+        elif isinstance(value, Tensor):
+            if id(value) not in self._state and all(value is not other for other in self._others):
+                raise CannotReplay("it returns another view of memory that it did not write: return a copy of it")
         elif not (is_host_value(x) or isinstance(x, PLAIN)):
             raise CannotReplay(
                 f"it returns a {type(x).__name__} that it made on the host, which no replay makes. Return tensors, "
                 "and make the rest from them after the call"
             )
         return x
-
-    def _note_result(self, tensor: Tensor) -> None:
-        if self._is_made(tensor):
-            self._note_made(tensor)
-        elif id(tensor) not in self._state and all(tensor is not x for x in self._given_or_brought()):
-            raise CannotReplay("it returns another view of memory that it did not write: return a copy of it")
-
-    def _given_or_brought(self) -> list[Tensor]:
-        """The tensors of the call, and those that its arrays became."""
-        return [*self._call.tensors, *(upload.tensor for _, upload in self._uploads)]
 
     def _note_made(self, tensor: Tensor) -> None:
         if id(tensor) not in self._made:

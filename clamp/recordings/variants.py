@@ -118,24 +118,29 @@ class Variants:
             before: the state before it.
         """
         kind, strangers = self._kind(key), recorded.plan.strangers
+        new, old = _parted(strangers, kind.doubted)
         self._made += 1
         if self._made >= _UNREPAID and self._replays < 3 * self._made:
             self._stop(self._difference(key))
         kind.ran = recorded.watch
-        if _replaced(before, recorded):
+        still, used = {id(tensor) for tensor in recorded.watch.tensors}, recorded.plan.dependencies.addresses
+        # The next run would read the tensor that is there after this one.
+        if any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still):
             self._run_always(kind, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
             self._run_always(kind, kind.why)
-        elif strangers and _took_others(strangers, kind.doubted):
+        elif any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old):
             self._run_always(kind, f"{self._code} reads other tensors than before, from an iterator say")
         else:
             kind.unused += 1
-            if strangers and not _are_the_same(strangers, kind.doubted):
+            if strangers and (kind.doubted is None or new or old):
                 kind.doubted = recorded
                 return
             kind.doubted = None
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
-        self._make_room()
+        for kind in list(self._kinds.values()):
+            while kind.kept and self.recordings > MOST_RECORDINGS:
+                kind.kept.pop(0)
 
     def differs(self, key: Key, recorded: Replayable, why: str) -> None:
         """The pass, run in place of a replay, did something else than that would have. It is recorded anew, and after
@@ -186,11 +191,6 @@ class Variants:
             self._kinds.move_to_end(key)
             self._newest = kind
 
-    def _make_room(self) -> None:
-        for kind in list(self._kinds.values()):
-            while kind.kept and self.recordings > MOST_RECORDINGS:
-                kind.kept.pop(0)
-
     def _run_always(self, kind: _Kind, why: str) -> None:
         kind.run_always()
         self._warn(why)
@@ -220,20 +220,3 @@ def _parted(strangers: Strangers, doubted: Replayable | None) -> tuple[list[Tens
     then = [ref() for ref in ([] if doubted is None else doubted.plan.strangers)]
     new = [x for x in now if x is None or all(x is not y for y in then)]
     return new, [y for y in then if y is None or all(x is not y for x in now)]
-
-
-def _took_others(strangers: Strangers, doubted: Replayable | None) -> bool:
-    """Returns whether a recording uses such a tensor in the place of another one."""
-    new, old = _parted(strangers, doubted)
-    return any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old)
-
-
-def _are_the_same(strangers: Strangers, doubted: Replayable | None) -> bool:
-    return doubted is not None and _parted(strangers, doubted) == ([], [])
-
-
-def _replaced(before: Watch, recorded: Replayable) -> bool:
-    """Returns whether a pass reads a tensor that is another one after it: the next run would read that."""
-    still = {id(tensor) for tensor in recorded.watch.tensors}
-    used = recorded.plan.addresses
-    return any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still)

@@ -24,19 +24,12 @@ PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 
 @dataclass(slots=True)
 class WatchedPart:
-    """One place where values are kept.
+    """One place where values are kept."""
 
-    Attributes:
-        read: the values there now.
-        label: how a user would write the value with this number, among these values.
-        seen: the values that were there.
-        is_library: whether it is a library's code that keeps them for itself: netcl's layers, in their attributes.
-    """
-
-    read: Callable[[], Values]
-    label: Callable[[Values, int], str]
-    seen: Values
-    is_library: bool = False
+    read: Callable[[], Values]  # the values there now
+    label: Callable[[Values, int], str]  # how a user would write the value with this number, among these values
+    seen: Values  # the values that were there
+    is_library: bool = False  # whether a library's code keeps them for itself: netcl's layers, in their attributes
 
     def agrees(self) -> bool:
         now, seen = self.read(), self.seen
