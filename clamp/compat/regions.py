@@ -140,7 +140,6 @@ def require_switch(value: Any, region: str, name: str) -> None:
 
     Args:
         region: how the region is written, for the message.
-        name: of the argument.
     """
     if callable(value):
         raise TypeError(f"{region} got the function {value!r} as its {name}: write @{region}(), with parentheses")

@@ -63,7 +63,6 @@ def sync_grads(own: Callable[..., None], param_replicas: Sequence[Sequence[Tenso
 
     Args:
         own: netcl's function, for gradients that clamp has no kernels for.
-        param_replicas: the parameters of each replica.
 
     Raises:
         ValueError: the replicas differ in their parameters, or a gradient is missing.
@@ -154,7 +153,6 @@ class ScaledTape(wrapt.ObjectProxy[Any]):
     """A tape whose backward runs from the scaled loss.
 
     Args:
-        tape: the tape.
         scale: ``with scale(loss) as scaled_loss`` scales, and unscales the gradients at its end.
     """
 
@@ -173,7 +171,6 @@ def share_overflows(guards: StepGuards, param_replicas: Iterable[Sequence[Tensor
     same step and go on with one scale.
 
     Args:
-        guards: those of the handle.
         param_replicas: the parameters of one model's replicas, each on its own queue, after as many passes.
     """
     stepping = [guard for guard in map(guards.stepping, param_replicas) if guard is not None]

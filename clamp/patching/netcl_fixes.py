@@ -139,7 +139,6 @@ class _Allocating:
         return getattr(self._own, name)
 
     def Buffer(self, *args: Any, **kwargs: Any) -> Any:
-        """A buffer."""
         return self._made(self._own.Buffer, *args, **kwargs)
 
     def fsvm_empty(self, context: cl.Context, shape: int, dtype: Any) -> Any:

@@ -36,7 +36,6 @@ class Steps:
     """The guard over ``step``, on optimizers of any class.
 
     Args:
-        bindings: what else is bound meanwhile.
         step: the guard; it decides whether the optimizer's own step runs.
     """
 

@@ -50,9 +50,6 @@ class Patches:
     """The wrappers of one ``init``, from ``install`` to ``remove``.
 
     Args:
-        policies: which function runs in which precision.
-        registrations: the user's functions to cast.
-        step: wrapper of every optimizer's ``step``.
         by_module: whether modules have rules, so that their calls are wrapped.
     """
 
@@ -196,11 +193,7 @@ _user_wrapper = cache(user_wrapper)
 
 @cache
 def _wrapper_of(entry: Entry, ours: Function | None) -> tuple[Wrapper, bool]:
-    """Returns what a listed function runs, and whether that passes calls on where casts are off: as at each ``init``.
-
-    Args:
-        ours: clamp's function, if it has one.
-    """
+    """Returns what a listed function runs, and whether calls pass on where casts are off: as at each ``init``."""
     if entry.policy is CastPolicy.NONE:
         return tensors.as_it_is, False
     if entry.in_place:

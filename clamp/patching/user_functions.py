@@ -55,8 +55,6 @@ def require_function(
     """Raises TypeError for what a decorator cannot decorate: no function, or one whose body runs after its call.
 
     Args:
-        function: what it was put on.
-        decorator: its name, for the message.
         late: when the body of a generator or coroutine runs, and what to do.
     """
     if not callable(function) and not isinstance(function, classmethod | staticmethod):

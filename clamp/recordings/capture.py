@@ -44,11 +44,7 @@ _READ_ADVICE = "Read it after the recorded part."
 
 
 class _Recording:
-    """One recording, from ``begin`` to ``end``, and its memory after.
-
-    Args:
-        capture: the list of launches that it fills.
-    """
+    """One recording, from ``begin`` to ``end``, and its memory after."""
 
     def __init__(self, capture: KernelCapture) -> None:
         self._capture = weakref.ref(capture)

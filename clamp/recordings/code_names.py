@@ -50,7 +50,6 @@ class CodeNames:
                 known.append(function.__code__)
 
     def used(self) -> set[str]:
-        """The names."""
         names: set[str] = set()
         codes = list(self._codes)
         while codes:
@@ -72,7 +71,6 @@ class NamesIn(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def names_in(code: CodeType) -> NamesIn:
-    """The names in code."""
     attributes, texts, named = set[str](), set[str](), set[str]()
     imports, before = set[tuple[str, int]](), list[Any]((0, 0))
     for x in dis.get_instructions(code):

@@ -29,8 +29,6 @@ def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], 
     """Returns what a pass launches otherwise than its recording, in words; empty if it launches the same.
 
     Args:
-        plan: of the recording.
-        other: what the pass has launched now.
         given: the inputs of a replay now, as many as were recorded.
         brought: the tensors that arrays have become now.
     """

@@ -247,11 +247,7 @@ class RecordedFunction:
         return made.of_recording()
 
     def _obstacle(self, attempt: Attempt, change: str, call: Arguments, leaves: Sequence[Any]) -> str:
-        """Returns why what was recorded cannot be replayed, for what it did; empty if it can.
-
-        Args:
-            change: what it has changed itself.
-        """
+        """Returns why what was recorded cannot be replayed, for what it did; empty if it can."""
         if recording_of(attempt) is None:
             return "AMP was shut down in it"
         if change:
@@ -271,7 +267,6 @@ class RecordedFunction:
 
         Args:
             had: ids of arguments that had a gradient before.
-            before: the state before it.
         """
         known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
         others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]

@@ -77,7 +77,6 @@ class Entries:
 
     Args:
         tensors: each once.
-        known: of gradients.
         aliases: by id of the tensor, where they are made already.
     """
 

@@ -59,7 +59,6 @@ class Dependencies:
         capture: the recording has ended.
         before: the living tensors when it began.
         own: addresses of its own memory: nobody else gives it to a tensor.
-        modules: those that ran.
     """
 
     def __init__(
@@ -294,10 +293,8 @@ class ModuleNotes:
     def watch(self, *ignored: str) -> Watch:
         """The modules' settings as they are now.
 
-        What the modules changed themselves since, and what they keep under a private name, does not count.
-
-        Args:
-            ignored: attributes that do not count either.
+        What the modules changed themselves since, what they keep under a private name, and what is ignored does not
+        count.
         """
 
         def hidden(owner: Any, name: str) -> bool:

@@ -34,7 +34,6 @@ class ReplayPlan:
     what it is: the launches do not say by which of the two names they meant it.
 
     Args:
-        capture: what was recorded.
         inputs: the tensors whose buffers are replaced in a replay.
         state: tensors that the pass knows besides its inputs. Parameters count without being named.
         moving: tensors that the pass made, which lie elsewhere in each replay.

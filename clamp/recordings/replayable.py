@@ -68,13 +68,9 @@ class Replayable:
 
     Args:
         attempt: it has ended, and was not given up.
-        call: what was recorded.
         values: what stood for its arrays.
-        result: what it returned.
-        gradients: what it did to them.
         had: ids of arguments that had a gradient before.
         state: tensors that it knows.
-        watch: the host's state now.
 
     Raises:
         CannotReplay: it reads or returns what no replay has.

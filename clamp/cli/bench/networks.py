@@ -218,7 +218,6 @@ class Trainer:
         return value
 
     def train(self, handle: Any, x: Tensor, y: Tensor) -> Node:
-        """One step on a batch."""
         self.optimizer.zero_grad()
         tape, loss = self.forward(x, y)
         if handle is None:
@@ -236,7 +235,6 @@ class Trainer:
         return tape, loss
 
     def loss(self, x: Tensor, y: Tensor) -> Node:
-        """Returns the loss of a batch."""
         loss: Node = getattr(F, self._network.loss)(self.model(ag.tensor(x)), ag.tensor(y))
         return loss
 

@@ -45,7 +45,6 @@ class PeerProcess:
 
     Args:
         kind: ``"numpy"`` or ``"torch"``.
-        threads: threads that it may compute with.
         gpu: whether it is to compute on the GPU, if it can.
     """
 
@@ -165,7 +164,6 @@ class NumpyPeer:
         self.works = {"gemm": ["float32"]}
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
-        """A call that does the work once."""
         layout, n = args[0], int(args[1])
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))

@@ -160,7 +160,6 @@ def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Ite
     """Each network's first step cold, where nothing is compiled, and in a second process, after one has compiled it.
 
     Args:
-        dtype: of `amp.init`.
         against: another checkout of clamp, to compare with.
     """
     checkouts = {"clamp": Path(clamp.__file__).parents[1]}
