@@ -119,7 +119,8 @@ class RecordedFunction:
             return self._call(Arguments(args, kwargs, self._positional, self._of_gradients))
 
     def _call(self, call: Arguments) -> Any:
-        tokens = _tokens()
+        scaling = session.active_scaling()
+        tokens: Tokens = {} if scaling is None else scaling.guards.tokens()
         key, known = self._key(call, tokens), Known(tokens)
         recorded = None
         if call.trouble:
@@ -283,8 +284,3 @@ class RecordedFunction:
 
 def _numbers_in(result: Any) -> tuple[Any, ...]:
     return tuple(x for x in leaves_of(result) if isinstance(x, PLAIN))
-
-
-def _tokens() -> Tokens:
-    scaling = session.active_scaling()
-    return {} if scaling is None else scaling.guards.tokens()

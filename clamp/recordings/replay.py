@@ -185,7 +185,10 @@ def _step_of(launch: CapturedKernelLaunch, found: Mapping[int, int]) -> _Step:
         with suppress(cl.Error):  # a driver that makes no copies of kernels: one is given all of its arguments again
             run = own = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
             unchanged = own.unchanged(launch.queue)
-    return run, launch.queue, tuple(found.values()), unchanged, _sync_of(launch.queue)
+    # What netcl does after each node on this device, because the driver needs it.
+    mode = "none" if launch.queue is None else get_device_capabilities(launch.queue).inter_kernel_sync
+    sync = {"flush": getattr(launch.queue, "flush", None), "finish": getattr(launch.queue, "finish", None)}.get(mode)
+    return run, launch.queue, tuple(found.values()), unchanged, sync
 
 
 def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buffers: Any) -> None:
@@ -193,12 +196,6 @@ def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buff
     for place, buffer in zip(places, buffers, strict=True):
         args[place] = buffer
     launch.kernel(queue, launch.global_size, launch.local_size, *args)
-
-
-def _sync_of(queue: Any) -> Callable[[], Any] | None:
-    """Returns what netcl does after each node on this device, because the driver needs it."""
-    mode = "none" if queue is None else get_device_capabilities(queue).inter_kernel_sync
-    return {"flush": getattr(queue, "flush", None), "finish": getattr(queue, "finish", None)}.get(mode)
 
 
 @meets("netcl.runtime.capture.KernelCapture.replay")

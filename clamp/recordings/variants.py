@@ -42,10 +42,6 @@ class _Kind:
     why: str = ""  # what kept the last call from replaying
     never: bool = False  # runs as it is, always
 
-    def run_always(self) -> None:
-        self.kept.clear()
-        self.doubted, self.never = None, True
-
 
 class Variants:
     """Recordings of one graph.
@@ -118,11 +114,11 @@ class Variants:
         still, used = {id(tensor) for tensor in recorded.watch.tensors}, recorded.plan.dependencies.addresses
         # The next run would read the tensor that is there after this one.
         if any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still):
-            self._run_always(kind, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
+            self.run_always(key, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
-            self._run_always(kind, kind.why)
+            self.run_always(key, kind.why)
         elif any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old):
-            self._run_always(kind, f"{self._code} reads other tensors than before, from an iterator say")
+            self.run_always(key, f"{self._code} reads other tensors than before, from an iterator say")
         else:
             kind.unused += 1
             if strangers and (kind.doubted is None or new or old):
@@ -155,9 +151,17 @@ class Variants:
         kind = self._kinds.get(key, _Kind())
         return self._never or kind.never or (self._stopped and not kind.kept)
 
-    def run_always(self, key: Key) -> None:
-        """Calls of this key cannot be recorded: they run as they are from now on."""
-        self._kind(key).run_always()
+    def run_always(self, key: Key, why: str | None = None) -> None:
+        """Calls of this key cannot be recorded: they run as they are from now on.
+
+        Args:
+            why: what is warned of, unless the caller does that.
+        """
+        kind = self._kind(key)
+        kind.kept.clear()
+        kind.doubted, kind.never = None, True
+        if why is not None:
+            self._warn(why)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -179,10 +183,6 @@ class Variants:
         if kind is not self._newest:
             self._kinds.move_to_end(key)
             self._newest = kind
-
-    def _run_always(self, kind: _Kind, why: str) -> None:
-        kind.run_always()
-        self._warn(why)
 
     def _stop(self, why: str) -> None:
         self._stopped = True
