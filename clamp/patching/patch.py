@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -65,24 +65,19 @@ class Patches:
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
-            self._wrap_met(sys.modules)
             for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit):
                 self.steps.wrap(optimizer_class)
-            for entry in self._policies:
-                if entry.module in sys.modules:
-                    self._wrap_entry(entry)
-            self._wrap_unlisted(list(sys.modules.values()))
+            self._wrap_in(sys.modules)
             for one in self._registrations:
                 if one.full_name not in self._policies:
                     self._bindings.wrap(one.owner, one.name, _user_wrapper(one.name, one.policy))
-            self._replace(sys.modules)
             if self._by_module:
                 self._wrap_modules()
             self._bindings.show_inside()
             for name in {*(entry.module for entry in self._policies), *netcl_modules()}:
                 if name not in sys.modules:
                     when_imported(name)
-            listen(self._module_imported)
+            listen(lambda module: self._wrap_in({module.__name__: module}))
             Installed.now = True
         except BaseException:
             self.remove()
@@ -99,16 +94,9 @@ class Patches:
         listen(None)
         self._bindings.restore()
 
-    def _module_imported(self, module: types.ModuleType) -> None:
-        """A module of netcl's, or one named in a list, has just been imported: wrap what is listed of it."""
-        self._wrap_met([module.__name__])
-        for entry in self._policies:
-            if entry.module == module.__name__:
-                self._wrap_entry(entry)
-        self._wrap_unlisted([module])
-        self._replace([module.__name__])
-
-    def _wrap_met(self, modules: Container[str]) -> None:
+    def _wrap_in(self, modules: Mapping[str, types.ModuleType]) -> None:
+        """Wraps what modules have that is met, listed, or netcl's and on no list: of those that there are at ``init``,
+        and of one that has just been imported."""
         for name, wrapper in WRAPPERS.items():
             if module_of(name) in modules:
                 function = function_of(name)[1]
@@ -116,6 +104,18 @@ class Patches:
                     self._bindings.redirect(function, wrapper)
                 else:
                     self._bindings.wrap(*owner_of(name), wrapper)
+        for entry in self._policies:
+            if entry.module in modules:
+                self._wrap_entry(entry)
+        self._wrap_unlisted(list(modules.values()))
+        for name, new in REPLACEMENTS.items():
+            if module_of(name) in modules:
+                owner, attribute = owner_of(name)
+                old = vars(owner).get(attribute)
+                if is_netcls(old):
+                    self._bindings.redirect(old, new, how="plain")
+                else:
+                    self._bindings.set(owner, attribute, new(old) if isinstance(new, type) else new)
 
     def _wrap_modules(self) -> None:
         """The calls of modules: of all classes that define one, and of those that are defined later."""
@@ -137,16 +137,6 @@ class Patches:
         elif call is not None:  # a wrapper of the user's
             self._bindings.wrap(module_class, "__call__", in_module)
 
-    def _replace(self, modules: Container[str]) -> None:
-        for name, new in REPLACEMENTS.items():
-            if module_of(name) in modules:
-                owner, attribute = owner_of(name)
-                old = vars(owner).get(attribute)
-                if is_netcls(old):
-                    self._bindings.redirect(old, new, how="plain")
-                else:
-                    self._bindings.set(owner, attribute, new(old) if isinstance(new, type) else new)
-
     def _wrap_unlisted(self, modules: Iterable[types.ModuleType]) -> None:
         """Functions that no list names, those of a newer netcl: 16-bit tensors among their inputs are widened."""
         none = {id(_stands(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
@@ -154,8 +144,10 @@ class Patches:
             name = getattr(module, "__name__", "")
             if not name.startswith("netcl.") or f"{name}.*" in self._policies:
                 continue
-            for function_name, function in _own_functions(module):
-                if function in self._bindings:
+            for function_name, function in list(vars(module).items()):
+                if type(function) is not types.FunctionType or function.__module__ != name:
+                    continue
+                if function.__name__[0] == "_" or function in self._bindings:
                     continue
                 full_name = f"{name}.{function_name}"
                 if id(function) in none or full_name in self._policies.calls:
@@ -213,13 +205,3 @@ def _unlisted_wrapper(name: str) -> Wrapper:
 def _stands(entry: Entry) -> Any:
     """Returns what has the name of an entry now; None if there is nothing."""
     return getattr(sys.modules.get(entry.module), entry.function, None)
-
-
-def _own_functions(module: types.ModuleType) -> list[tuple[str, types.FunctionType]]:
-    """The public functions that a module itself defines, with their names there."""
-    module_name = module.__name__
-    return [
-        (name, x)
-        for name, x in list(vars(module).items())
-        if type(x) is types.FunctionType and x.__module__ == module_name and x.__name__[0] != "_"
-    ]

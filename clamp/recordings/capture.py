@@ -36,9 +36,6 @@ from clamp.recordings.attempt import Attempt
 from clamp.recordings.memory import Dependencies, Launches, ModuleNotes, Pool, dependencies_of
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
-Arguments = tuple[Any, ...]
-Keywords = dict[str, Any]
-
 _INPUT_ADVICE = "Pass data that changes as an input tensor; make constants before the recording."
 _READ_ADVICE = "Read it after the recorded part."
 
@@ -206,7 +203,7 @@ class _Recording:
     def _replace_here(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Puts ``ours(original, ...)`` over a function, for where this recording is on."""
 
-        def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return ours(wrapped, *args, **kwargs) if self._is_on() else wrapped(*args, **kwargs)
 
         self._replace(owner, name, lambda original: wrapt.FunctionWrapper(original, call))
