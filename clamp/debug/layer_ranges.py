@@ -29,6 +29,7 @@ from clamp.ops.statistics import Statistics
 from clamp.params import masters
 from clamp.params.gradient_marks import mark_of
 from clamp.params.lost_updates import Counts, LayerUpdates, by_layer, of_next_step, percent
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import SCALE_OP
 
 ACTIVATION, GRADIENT, PARAMETER, PARAMETER_GRADIENT = "activation", "gradient", "parameter", "parameter gradient"
@@ -184,11 +185,11 @@ class LayerRanges:
     __repr__ = __str__
 
 
-def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> LayerRanges:
+def observe_ranges(step: Callable[[], Any], scaler: LossScale) -> LayerRanges:
     """Runs a step twice, as a dry run: in float32, to see its magnitudes, and under AMP, to see its dtypes.
 
     Args:
-        live_scale: reads the loss scale.
+        scaler: whose scale the losses are multiplied by.
 
     Raises:
         ValueError: no op of the step was seen.
@@ -196,7 +197,7 @@ def observe_ranges(step: Callable[[], Any], live_scale: Callable[[], float]) -> 
     check_step(step, "handle.ranges")
     around = region_here(enabled=True)
     with dry_run(step):
-        scale = live_scale()
+        scale = scaler.scale
         seen, counter = StepRecorder(of_ranges=True), OpCounter(of_dry_run=True)
         with in_region(replace(around, dtype="float32")), RESULTS.attached(seen):
             step()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import pyopencl as cl
 
@@ -16,58 +16,35 @@ from clamp.casting.regions import InitCall, Region, init_call
 from clamp.casting.results import RESULTS
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
-from clamp.debug.gain import Trial, try_step
-from clamp.debug.layer_ranges import LayerRanges, LostUpdates, observe_lost_updates, observe_ranges
-from clamp.debug.memory_report import MemoryReport, memory_of_step
+from clamp.debug.gain import try_step
+from clamp.debug.layer_ranges import observe_lost_updates, observe_ranges
+from clamp.debug.memory_report import memory_of_step
 from clamp.debug.op_counter import OpCounter, OpRow
-from clamp.debug.page.schema import (
-    VERSION,
-    Device,
-    Direction,
-    FirstBad,
-    HeldAt,
-    HeldBy,
-    Input,
-    LostIn,
-    Memory,
-    Op,
-    Run,
-    Step,
-    Verdict,
-)  # fmt: skip
+from clamp.debug.page.schema import VERSION, Run, Verdict, checked
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
 from clamp.opencl.progress import PROGRESS
+from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_report import StepReport
-
-
-class _Measured(NamedTuple):
-    """What was measured of a step, after so many."""
-
-    step: Callable[[], Any]
-    steps: int
-    trial: Trial
-    ranges: LayerRanges
-    updates: LostUpdates
-    memory: MemoryReport
 
 
 class RunLog:
     """The run of a handle from its beginning.
 
     Args:
-        history: gives the reports of its steps, the newest last.
+        region: how its ops run.
+        scaling: its loss scales, and the reports of its steps.
 
     Attributes:
         began: when, in UTC.
         counter: what is counted; None until ``arm``.
     """
 
-    def __init__(self, history: Callable[[], Sequence[StepReport]]) -> None:
-        self._history = history
+    def __init__(self, region: Region, scaling: PassScaling) -> None:
+        self._region, self._scaling = region, scaling
         self.began = datetime.now(UTC)
         self.counter: OpCounter | None = None
-        self._measured: _Measured | None = None
+        self._measured: tuple[object, int, dict[str, Any]] = None, 0, {}  # a step, after how many, and what it gave
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
@@ -76,7 +53,7 @@ class RunLog:
         self.counter.start()
 
     def _is_own(self, report: StepReport) -> bool:
-        history = self._history()
+        history = self._scaling.history
         return bool(history) and history[-1] is report
 
     def disarm(self) -> None:
@@ -86,33 +63,29 @@ class RunLog:
 
     def losses(self) -> dict[int, float]:
         """Those that were noted, by steps. Waits for the device."""
-        points = {} if self.counter is None else self.counter.curves.read()
-        return {step: point.loss for step, point in points.items() if point.loss is not None}
+        return {step: point.loss for step, point in self._points().items() if point.loss is not None}
 
-    def summary(
-        self, region: Region, steps: int, history: Sequence[StepReport], skips: int, loss_scale: float | None,
-        step: Callable[[], Any] | None, live_scale: Callable[[], float],
-    ) -> Summary:  # fmt: skip
+    def _points(self) -> Mapping[int, Point]:
+        return {} if self.counter is None else self.counter.curves.read()
+
+    def summary(self, step: Callable[[], Any] | None) -> Summary:
         """Returns what is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
-        rules = {} if region.modules is None else {str(rule): paths for rule, paths in region.modules.decided().items()}
-        known = Summary(region.dtype, steps, skips, history, loss_scale, programs, seconds, rules=rules)
-        found = self._tried(step, steps, live_scale)
-        trial = None if found is None else found.trial
-        if self.counter is not None:
-            rows, copies = self.counter.rows, self.counter.weight_copies
-            rows = rows if trial is None else with_times(rows, trial.amp)
-            known = replace(known, rows=rows, casts=self.counter.casts, weight_copies=copies, counted=True)
-        elif trial is not None:
-            known = replace(known, rows=trial.amp.rows, casts=trial.amp.casts, weight_copies=trial.amp.weight_copies)
-        if found is None:
+        scaling, reports, modules = self._scaling, self._scaling.guards.reports, self._region.modules
+        known = Summary(
+            self._region.dtype, reports.steps, reports.skips, list(scaling.history),
+            scaling.scale if scaling.first.scales else None, programs, seconds,
+            rules={} if modules is None else {str(rule): paths for rule, paths in modules.decided().items()},
+        )  # fmt: skip
+        known = replace(known, **self._tried(step, reports.steps))
+        seen = self.counter or (None if known.trial is None else known.trial.amp)
+        if seen is None:
             return known
-        return replace(known, trial=trial, ranges=found.ranges, updates=found.updates, memory=found.memory)
+        rows = seen.rows if self.counter is None or known.trial is None else with_times(seen.rows, known.trial.amp)
+        counted = self.counter is not None
+        return replace(known, rows=rows, casts=seen.casts, weight_copies=seen.weight_copies, counted=counted)
 
-    def run(
-        self, summary: Summary, explanation: Explanation | None, device: cl.Device | None, level: str,
-        losses: Sequence[float] | None,
-    ) -> Run:  # fmt: skip
+    def run(self, summary: Summary, explanation: Explanation | None, losses: Sequence[float] | None) -> Run:
         """All of it as JSON has it.
 
         Args:
@@ -123,36 +96,40 @@ class RunLog:
         now, ranges, updates = datetime.now(UTC), summary.ranges, summary.updates
         modules = () if summary.trial is None else summary.trial.modules
         modules = modules if self.counter is None else self.counter.modules
-        points = {} if self.counter is None else self.counter.curves.read()
-        return {
+        return checked({
             "version": VERSION,
             "clamp": clamp.__version__,
-            "device": _device(device),
+            "device": _device(self._scaling.guards.device),
             "dtype": summary.dtype,
-            "level": "; ".join([level, *summary.rules]),
+            "level": "; ".join([self._region.level, *summary.rules]),
             "date": now.isoformat(timespec="seconds"),
             "seconds": (now - self.began).total_seconds(),
             "verdict": verdict_of(summary, explanation),
-            "steps": _steps(summary.history, points, losses),
+            "steps": _steps(summary.history, self._points(), losses),
             "ops": _ops(summary),
             "ranges": [] if ranges is None else ranges.as_json(),
             "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
             "updates": {
-                "layers": [cast(LostIn, row._asdict()) for row in (updates.layers if updates else ())],
-                "notes": list(updates.notes if updates else ()),
+                "layers": [row._asdict() for row in (updates.layers if updates else ())],
+                "notes": updates.notes if updates else (),
             },
             "memory": _memory(summary),
             "modules": [{"path": path, "class": name, "parameters": count} for path, name, count in modules],
             "first_bad": None if explanation is None else _first_bad(explanation),
-        }
+        })  # fmt: skip
 
-    def _tried(self, step: Callable[[], Any] | None, steps: int, live_scale: Callable[[], float]) -> _Measured | None:
-        """What was measured of a step: not again where none was done since; without a step, what was measured last."""
-        if step is not None and (self._measured is None or self._measured[:2] != (step, steps)):
+    def _tried(self, step: Callable[[], Any] | None, steps: int) -> dict[str, Any]:
+        """What was measured of a step, as a `Summary` has it: not again where none was done since; without a step, what
+        was measured last."""
+        if step is not None and self._measured[:2] != (step, steps):
             with self.unwatched(), PROGRESS.busy("measuring a step in both precisions"):
-                trial, ranges = try_step(step), observe_ranges(step, live_scale)
-                self._measured = _Measured(step, steps, trial, ranges, observe_lost_updates(step), memory_of_step(step))
-        return self._measured
+                self._measured = step, steps, {
+                    "trial": try_step(step),
+                    "ranges": observe_ranges(step, self._scaling.first),
+                    "updates": observe_lost_updates(step),
+                    "memory": memory_of_step(step),
+                }  # fmt: skip
+        return self._measured[2]
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -239,38 +216,35 @@ def _bad_value(explanation: Explanation) -> Value | None:
     return next((value for value in outputs if not value.is_finite), explanation.leaf)
 
 
-def _first_bad(explanation: Explanation) -> FirstBad | None:
+def _first_bad(explanation: Explanation) -> dict[str, Any] | None:
     frame, bad = explanation.first, _bad_value(explanation)
     if frame is None or bad is None or bad.statistics is None:
         return None
     infs, nans = bad.statistics.infs, bad.statistics.nans
     return {
         "op": frame.function,
-        "direction": cast(Direction, frame.direction),
+        "direction": frame.direction,
         "module": frame.module,
         "line": frame.place.short_line,
         "dtype": bad.dtype,
         "what": "inf" if infs else "nan",
         "count": infs or nans,
-        "inputs": [one for value in (*frame.inputs, *frame.parents) if (one := _input(value)) is not None],
+        "inputs": [
+            {
+                "name": value.source, "dtype": value.dtype, "smallest": found.smallest if found.largest else 0.0,
+                "largest": found.largest, "infs": found.infs, "nans": found.nans,
+            }
+            for value in (*frame.inputs, *frame.parents)
+            if (found := value.statistics) is not None
+        ],
         "frames": in_words(explanation.before),
-    }
-
-
-def _input(value: Value) -> Input | None:
-    found = value.statistics
-    if found is None:
-        return None
-    return {
-        "name": value.source, "dtype": value.dtype, "smallest": found.smallest if found.largest else 0.0,
-        "largest": found.largest, "infs": found.infs, "nans": found.nans,
     }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- what was gathered
 
 
-def _device(device: cl.Device | None) -> Device:
+def _device(device: cl.Device | None) -> dict[str, str]:
     if device is None:
         return {"name": "unknown", "driver": "unknown", "platform": "unknown"}
     return {
@@ -278,35 +252,29 @@ def _device(device: cl.Device | None) -> Device:
     }  # fmt: skip
 
 
-def _steps(history: Sequence[StepReport], points: Mapping[int, Point], losses: Sequence[float] | None) -> list[Step]:
+def _steps(
+    history: Sequence[StepReport], points: Mapping[int, Point], losses: Sequence[float] | None
+) -> list[dict[str, Any]]:
     # The last losses are of the last steps.
     own = {
         report.step: float(loss)
         for report, loss in zip(reversed(history), reversed(() if losses is None else losses), strict=False)
     }
-
-    def made(report: StepReport) -> Step:
-        point = points.get(report.step, Point(None, None))
-        return {
-            "step": report.step, "stepped": report.stepped, "reason": report.reason,
-            "loss": own.get(report.step, point.loss), "scale": report.scale, "scale_before": report.scale_before,
-            "gradient_norm": point.gradient_norm, "infs": report.infs, "nans": report.nans,
-            "parameters": list(report.parameters),
-        }  # fmt: skip
-
-    return list(map(made, history))
+    pairs = [(report, points.get(report.step, Point(None, None))) for report in history]
+    return [
+        {**asdict(report), "loss": own.get(report.step, point.loss), "gradient_norm": point.gradient_norm}
+        for report, point in pairs
+    ]
 
 
-def _ops(summary: Summary) -> list[Op]:
+def _ops(summary: Summary) -> list[dict[str, Any]]:
     marked = {} if summary.trial is None else notes(summary.trial)
     return [
-        {
+        asdict(row) | {
             "op": row.name, "function": row.function or None, "policy": row.decided or "none",
-            "direction": cast(Direction, row.direction),
-            "module": row.module, "line": row.line, "inputs": list(dict.fromkeys(row.inputs)), "dtype": row.dtype,
-            "shape": list(row.shape), "calls": row.calls,
+            "inputs": list(dict.fromkeys(row.inputs)),
             "milliseconds": None if row.seconds is None else 1e3 * row.seconds * _steps_in(row, summary),
-            "bytes": row.bytes, "note": marked.get(row.key, ""),
+            "note": marked.get(row.key, ""),
         }
         for row in summary.rows
     ]  # fmt: skip
@@ -320,7 +288,7 @@ def _steps_in(row: OpRow, summary: Summary) -> float:
     return row.calls / calls if calls else 1.0
 
 
-def _memory(summary: Summary) -> Memory:
+def _memory(summary: Summary) -> dict[str, Any]:
     trial, found = summary.trial, summary.memory
     return {
         "activations": None if trial is None else trial.amp.activations,
@@ -328,6 +296,6 @@ def _memory(summary: Summary) -> Memory:
         "peak": None if trial is None else trial.amp.peak,
         "float32_activations": None if trial is None else trial.plain.activations,
         "float32_peak": None if trial is None else trial.plain.peak,
-        "timeline": [cast(HeldAt, moment._asdict()) for moment in (() if found is None else found.timeline)],
-        "holders": [cast(HeldBy, asdict(one)) for one in (() if found is None else found.holders)],
+        "timeline": [moment._asdict() for moment in (() if found is None else found.timeline)],
+        "holders": [asdict(one) for one in (() if found is None else found.holders)],
     }

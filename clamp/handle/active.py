@@ -74,7 +74,7 @@ class AmpHandle:
         self._patches = Patches(region.policies, registrations, guards.step, by_module=region.modules is not None)
         self._scaling = PassScaling(make_scaler, num_losses, guards, self._patches.steps.guard, on_overflow)
         guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
-        self._log = RunLog(self._steps)
+        self._log = RunLog(region, self._scaling)
         self._attribution = Attribution(self._steps, self._log.losses)
         self._debug = debug
         self._on_shutdown = on_shutdown
@@ -272,16 +272,7 @@ class AmpHandle:
                 "handle.summary(step) was called after handle.distribute: how often the step runs depends on its time, "
                 "and ranks would wait for each other's passes. Measure in one process, without distribute"
             )
-        first, reports = self._scaling.first, self._scaling.guards.reports
-        return self._log.summary(
-            self._region,
-            reports.steps,
-            list(self._steps()),
-            reports.skips,
-            self.loss_scale if first.scales else None,
-            step,
-            lambda: first.scale,
-        )
+        return self._log.summary(step)
 
     def ranges(self, step: Callable[[], Any]) -> LayerRanges:
         """The magnitudes of activations, gradients and parameters of each layer; ``print`` it, or ``.draw(path)`` it.
@@ -296,7 +287,7 @@ class AmpHandle:
             ValueError: no op of the step can be seen.
         """
         with self._log.unwatched():
-            return observe_ranges(step, lambda: self._scaling.first.scale)
+            return observe_ranges(step, self._scaling.first)
 
     def memory(self, step: Callable[[], Any] | None = None) -> MemoryReport:
         """Device memory by what it is held for: activations, weights, their copies, gradients, ...; ``print`` it.
@@ -335,7 +326,7 @@ class AmpHandle:
         summary = self.summary(step)
         overflows = summary.ranges is not None and any(row.lost.overflow for row in summary.ranges.rows)
         explanation = self._attribution.of_run(step, overflows)
-        run = self._log.run(summary, explanation, self._scaling.guards.device, self._region.level, losses)
+        run = self._log.run(summary, explanation, losses)
         with PROGRESS.busy(f"writing {path}"):
             (write_run if Path(path).suffix == ".json" else write_page)(run, path)
 

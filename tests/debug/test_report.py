@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 from netcl.optim import SGD
 
 from clamp import amp
+from clamp.casting.policy_table import default_table
+from clamp.casting.regions import Region
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
@@ -125,11 +128,12 @@ def report(number: int, stepped: bool = True) -> StepReport:
 
 
 def as_run(summary: Summary, points: Any = None, losses: list[float] | None = None) -> Run:
-    log = RunLog(list)
+    scaling = SimpleNamespace(history=[], guards=SimpleNamespace(device=None))
+    log = RunLog(Region(True, "float16", default_table(), level="O2"), scaling)
     if points is not None:
         log.counter = OpCounter()
         log.counter.curves.read = lambda: points  # type: ignore[method-assign]
-    return checked(json.loads(json.dumps(log.run(summary, None, None, "O2", losses))))
+    return checked(json.loads(json.dumps(log.run(summary, None, losses))))
 
 
 def test_losses_of_the_user_take_the_place_of_those_noted() -> None:
