@@ -75,13 +75,17 @@ class Checker(Observer):
     ) -> None:  # fmt: skip
         self.on = True
         self._mode, self._write, self._with_source, self._thread = mode, write, with_source, thread
-        self._sampler = Sampler(sampling)
+        self._sampling = sampling or Sampling()
+        self._step = 1  # the one that is under way
+        self._met = False  # whether something was computed in it
+        self._unmet = set(self._sampling.modules)  # patterns that no module has had
+        self._paths = bridge.ModulePaths()
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
-        if not (self.on and self._thread in (None, threading.get_ident()) and self._sampler.looks()):
+        if not (self.on and self._thread in (None, threading.get_ident()) and self._looks()):
             return None
         op, place = getattr(made, "op_name", None) or "op", here()
-        if not self._sampler.takes(op, place):
+        if not self._takes(op, place):
             return None
         checked = Checked(place.name_of(op), place)
         self._check(checked, [made.value])
@@ -94,15 +98,20 @@ class Checker(Observer):
             self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        if self.on and self._sampler.looks() and self._sampler.takes(SUM, NOWHERE):
+        if self.on and self._looks() and self._takes(SUM, NOWHERE):
             self._check(Checked(SUM, NOWHERE, True), [made])
 
     def stepped(self, report: Any) -> None:
         self.end_step()
 
     def end_step(self) -> None:
-        """What is computed next belongs to another step, if anything was computed in this one."""
-        self._sampler.end_step()
+        """What is computed next belongs to another step, if anything was computed in this one: steps of several
+        optimizers after one another end the same one."""
+        if self._met:
+            if self._unmet and self._sampling.takes_step(self._step):
+                self._warn_of_unmet()
+            self._step += 1
+            self._met = False
 
     def check_given(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Checks what no op has made."""
@@ -120,12 +129,12 @@ class Checker(Observer):
     def _tell(
         self, checked: Checked, kinds: Sequence[tuple[cl.Device, str, tuple[int, ...]]], pending: PendingNumerics
     ) -> None:
-        if not (self.on and self._sampler.looks()):
+        if not (self.on and self._looks()):
             return
         for (device, dtype, shape), found in zip(kinds, pending.read(), strict=True):
             if not self._mode.wants(dtype, found):
                 continue
-            paths = self._sampler.paths.of(checked.place.modules[0]) if checked.place.modules else ("",)
+            paths = self._paths.of(checked.place.modules[0]) if checked.place.modules else ("",)
             name = "+".join(paths) + ("@GRAD" if checked.is_gradient else "")
             label = device_name(device)
             self._write(label, line_of(label, checked.name, name, dtype, found, checked.place.short_line))
@@ -133,6 +142,38 @@ class Checker(Observer):
                 self._write(label, f"    {checked.place.short_line}: {checked.source}")
             if self._mode.aborts(found):
                 raise FloatingPointError(checked.error(paths, dtype, shape, found))
+
+    # ------------------------------------------------------------------------------------------ which ops
+
+    def _looks(self) -> bool:
+        """Returns whether this step is looked at. To be asked at each op, first.
+
+        While launches are being recorded it is: what is recorded runs in many steps.
+        """
+        self._met = True
+        return recorder() is not None or self._sampling.takes_step(self._step)
+
+    def _takes(self, op: str, place: Place) -> bool:
+        """Returns whether an op at a place is looked at, in a step that is."""
+        return self._sampling.takes_op(op, place) and (not self._sampling.modules or self._is_inside(place.modules))
+
+    def _is_inside(self, modules: Iterable[Any]) -> bool:
+        found = {
+            pattern
+            for module in modules
+            for path in self._paths.of(module)
+            for pattern in self._sampling.modules
+            if fnmatchcase(path, pattern)
+        }
+        self._unmet -= found
+        return bool(found)
+
+    def _warn_of_unmet(self) -> None:
+        """Says, once, that patterns have met no module in a whole step."""
+        unmet, self._unmet = sorted(self._unmet), set()
+        known = sorted(filter(None, self._paths.known))
+        near = "".join(_near(pattern, known) for pattern in unmet)
+        warn_user(f"no op of step {self._step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
 
 
 class Checked(NamedTuple):
@@ -265,59 +306,6 @@ class Sampling:
 def _are_on(listed: Sequence[str], names: set[str]) -> bool:
     """Returns whether one of an op's names is meant by a list."""
     return any(fnmatchcase(name, each) for one in listed for each in functions_named(one) for name in names)
-
-
-class Sampler:
-    """A sampling at work: counts steps, and knows the paths of the modules that it has met.
-
-    Attributes:
-        step: number of the step that is under way.
-    """
-
-    def __init__(self, sampling: Sampling | None = None) -> None:
-        self._sampling = sampling = sampling or Sampling()
-        self.step = 1
-        self.paths = bridge.ModulePaths()
-        self._met = False  # whether something was computed in this step
-        self._unmet = set(sampling.modules)  # patterns that no module has had
-
-    def looks(self) -> bool:
-        """Returns whether this step is looked at. To be asked at each op, first.
-
-        While launches are being recorded it is: what is recorded runs in many steps.
-        """
-        self._met = True
-        return recorder() is not None or self._sampling.takes_step(self.step)
-
-    def takes(self, op: str, place: Place) -> bool:
-        """Returns whether an op at a place is looked at, in a step that is."""
-        return self._sampling.takes_op(op, place) and (not self._sampling.modules or self._is_inside(place.modules))
-
-    def end_step(self) -> None:
-        """The step is over; steps of several optimizers after one another end the same one."""
-        if self._met:
-            if self._unmet and self._sampling.takes_step(self.step):
-                self._warn()
-            self.step += 1
-            self._met = False
-
-    def _is_inside(self, modules: Iterable[Any]) -> bool:
-        found = {
-            pattern
-            for module in modules
-            for path in self.paths.of(module)
-            for pattern in self._sampling.modules
-            if fnmatchcase(path, pattern)
-        }
-        self._unmet -= found
-        return bool(found)
-
-    def _warn(self) -> None:
-        """Says, once, that patterns have met no module in a whole step."""
-        unmet, self._unmet = sorted(self._unmet), set()
-        known = sorted(filter(None, self.paths.known))
-        near = "".join(_near(pattern, known) for pattern in unmet)
-        warn_user(f"no op of step {self.step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
 
 
 @cache
