@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.policy_table import default_table
-from clamp.casting.regions import Region, called_in, casting_in, current_region
+from clamp.casting.regions import called_in, casting_in
 from clamp.casting.results import forward_again, untold
 from clamp.debug.callsite import INSERTED, Call, call_here, call_of
 from clamp.debug.ranges import FLOAT16, FORMATS
@@ -27,18 +26,11 @@ from clamp.debug.step_graph import BACKWARD, Frame, Value
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.statistics import statistics_of
-from clamp.patching.patch_registry import owner_of
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The float32 counterpart of a result.
-
-    Attributes:
-        made: it.
-        call: made it.
-        number: of the results of the call, which.
-    """
+    """The float32 counterpart of a result: of a call's results, that of this number."""
 
     made: TensorLike
     call: Call
@@ -224,11 +216,10 @@ def _gave_more_zeros(frame: Frame, wide: Wide) -> bool:
 
 def _made(frame: Frame, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
     """Returns what a forward op gives in float32; None where it cannot be computed again."""
-    call = frame.call or _called_with_what_it_read(frame)
-    made = None if call is None else _run(call, {})
-    if call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
+    made = None if frame.call is None else _run(frame.call, {})
+    if frame.call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
         return None
-    return _run(call, wide) if wide else made
+    return _run(frame.call, wide) if wide else made
 
 
 def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
@@ -245,25 +236,8 @@ def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
         return None
 
 
-def _called_with_what_it_read(frame: Frame) -> Call | None:
-    """A call of netcl's function with the tensors that the op has read and nothing else, as most are."""
-    name, tensors = frame.place.function, [value.tensor for value in frame.inputs]
-    if not name.startswith("netcl.") or not tensors:
-        return None
-    nodes = tuple(Node(value=tensor, requires_grad=True) for tensor in tensors if tensor is not None)
-    if len(nodes) != len(tensors):
-        return None
-    region = current_region() or Region(True, "float32", default_table())
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner, attribute = owner_of(name)
-        return getattr(owner, attribute)(*args, **kwargs)
-
-    return Call(run, nodes, {}, region.in_float32)
-
-
 def _is_the_same(frame: Frame, made: Sequence[TensorLike]) -> bool:
-    """Returns whether that was the call: where both are finite, it has made what the op gave."""
+    """Returns whether where both are finite, a call has made what the op gave: it may be one of several ops of it."""
     gave = frame.outputs[0].tensor
     if gave is None or tuple(made[0].shape) != tuple(gave.shape):
         return False
