@@ -13,17 +13,10 @@ from clamp.casting.policy_table import PolicyTable
 class Session(Protocol):
     """The AMP of the process."""
 
-    def ensure_patched(self) -> None:
-        """Patches netcl, if it is not."""
-
-    def active_handle(self) -> Any:
-        """Returns the handle of ``amp.init``; None without one."""
-
-    def policies_for(self, level: str) -> PolicyTable:
-        """Returns the lists at a level."""
-
-    def shutdown(self) -> None:
-        """Shuts the active handle down."""
+    def ensure_patched(self) -> None: ...
+    def active_handle(self) -> Any: ...
+    def policies_for(self, level: str) -> PolicyTable: ...
+    def shutdown(self) -> None: ...
 
 
 session: Session

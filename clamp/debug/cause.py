@@ -32,13 +32,7 @@ _AT_ANY = "the loss is not finite at any loss scale."
 
 
 class Cause(NamedTuple):
-    """What made a result not finite.
-
-    Attributes:
-        kind: see ``Explanation``.
-        why: in one or two sentences.
-        cure: what to write; empty if nothing has to be done.
-    """
+    """What made a result not finite, as an ``Explanation`` has it."""
 
     kind: str
     why: str
@@ -318,7 +312,7 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
     """Returns what grew, in a sentence, and the cure; None if nothing did.
 
     Args:
-        trace: named, with its tensors held.
+        trace: with its tensors held.
     """
     losses = [(step, loss) for step, loss in past.losses.items() if math.isfinite(loss)]
     positive = bool(losses) and all(loss > 0 for _, loss in losses)

@@ -69,7 +69,7 @@ def explain(
     """Returns why a step whose ops are known was skipped.
 
     Args:
-        trace: named, with its tensors held.
+        trace: with its tensors held.
         report: of the step; None where none was skipped.
         past: what is known of the steps before.
         leaves_finite: of a step that was run only to be looked at, whether the gradients that it left are finite; None
@@ -224,19 +224,20 @@ class Attribution:
         return self._recorder is not None
 
     def arm(self) -> None:
-        """From now on they are."""
         self._recorder = OverflowRecorder(self._skipped)
         RESULTS.attach(self._recorder)
 
     def disarm(self) -> None:
-        """They are no more."""
         if self._recorder is not None:
             RESULTS.detach(self._recorder)
             self._recorder = None
 
     def _skipped(self, trace: StepGraph, report: StepReport) -> None:
-        self.last = _explained(trace, report, self._past())
+        self.last = self._explained(trace, report)
         self._telling = self.last if self.last.cure else self._telling
+
+    def _explained(self, trace: StepGraph, report: StepReport | None) -> Explanation:
+        return explain(trace, report, self._past())
 
     def _past(self) -> Past:
         largest = {} if self._recorder is None else self._recorder.first_magnitudes
@@ -250,18 +251,11 @@ class Attribution:
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped, self._past())
-        elif (bad_loss := self._of_bad_loss()) is not None:
-            return bad_loss
+        elif self._recorder is not None and (bad := self._recorder.with_bad_loss(self._explained)) is not None:
+            return bad
         elif self.last is None or (skipped and self._is_old(self.last, skipped)):
             return not_seen(skipped)
         return self._as_reported_now(self.last)
-
-    def _of_bad_loss(self) -> Explanation | None:
-        found: list[Explanation] = []
-        if self._recorder is not None:
-            past = self._past()
-            self._recorder.look_at_loss(lambda trace, report: found.append(_explained(trace, report, past)))
-        return found[0] if found else None
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
         """Whether a step has been done between the one that is explained and the last skipped one: that one is another
@@ -343,16 +337,9 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
         left = [x.grad for x in trained if x.grad is not None and bridge.is_floating(x.grad)]
         are_finite = all(one.is_finite for one in statistics_of(left, histogram=False))
-        return _explained(trace, skipped, past, leaves_finite=are_finite)
-
-
-def _explained(
-    trace: StepGraph, report: StepReport | None, past: Past, *, leaves_finite: bool | None = None
-) -> Explanation:
-    trace.name()
-    found = explain(trace, report, past, leaves_finite=leaves_finite)
-    trace.let_go()
-    return found
+        found = explain(trace, skipped, past, leaves_finite=are_finite)
+        trace.let_go()
+        return found
 
 
 def _known_optimizers() -> list[Any]:

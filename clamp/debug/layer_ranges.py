@@ -202,7 +202,6 @@ def observe_ranges(step: Callable[[], Any], scaler: LossScale) -> LayerRanges:
         with in_region(replace(around, dtype="float32")), RESULTS.attached(seen):
             step()
             trace = seen.trace()
-        trace.name()
         with in_region(around), RESULTS.attached(counter):
             step()
         dtypes = {row.key: row.dtype for row in counter.rows}  # of results, and of first gradients, under AMP

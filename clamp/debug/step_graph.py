@@ -23,7 +23,6 @@ class Value:
 
     Attributes:
         tensor: as long as it is held; what is measured may be let go.
-        dtype, shape: of it.
         made_by: the op that gave it; None of parameters and inputs.
         name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`StepGraph.name`).
         statistics: once they have been measured.
@@ -38,7 +37,6 @@ class Value:
 
     @classmethod
     def of(cls, tensor: Tensor, made_by: Frame | None = None) -> Value:
-        """That of a tensor, which is held."""
         return cls(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape), made_by)
 
     @property
@@ -92,7 +90,6 @@ class Frame:
 
     @property
     def is_finite(self) -> bool:
-        """Returns whether nothing that it gave is inf or nan."""
         return all(value.is_finite for value in self.outputs)
 
     def __str__(self) -> str:
@@ -105,7 +102,6 @@ class StepGraph:
     """The ops of one step, in their order, measured.
 
     Attributes:
-        frames: they are.
         scale: the loss scale of the step.
         scaler: whose it is; None where the loss was not scaled.
         is_cut: whether ops of earlier passes were let go.
@@ -141,7 +137,6 @@ class StepGraph:
             value.tensor = None
 
     def name(self) -> None:
-        """Finds the names of layers and parameters."""
         places = [frame.place.modules for frame in self.frames if frame.place.modules]
         modules = {id(inside[0]): inside[0] for inside in places}
         around = {id(inside[-1]): inside[-1] for inside in places}
@@ -158,7 +153,6 @@ class StepGraph:
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:
-    """Each once."""
     return list({id(value): value for value in values}.values())
 
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled
 from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
+
+T = TypeVar("T")
 
 _SHARE = 0.25  # of a device's memory that passes before the last one may hold
 _OFTEN = 256  # ops after which that is looked at
@@ -77,7 +79,6 @@ class _Step(threading.local):
         self.forget()
 
     def forget(self) -> None:
-        """Another one begins."""
         self.ops: list[_Op] = []
         self.passes: list[_Pass] = []
         self.moved: list[tuple[Tensor, Tensor]] = []
@@ -161,22 +162,28 @@ class OverflowRecorder(Observer):
 
     def stepped(self, report: StepReport) -> None:
         if not report.stepped:
-            with self._in_replays_memory():
-                self._on_trace(self._trace(report.scale_before), report)
+            self._hand_on(self._on_trace, report, report.scale_before)
         self._step.report = report  # but another optimizer may step on the same passes
 
-    def look_at_loss(self, on_trace: Callable[[StepGraph, StepReport | None], None]) -> None:
+    def with_bad_loss(self, on_trace: Callable[[StepGraph, StepReport | None], T]) -> T | None:
         """Hands on the forward ops of this thread's last step, measured, and its report, if there is one yet: if it was
         not skipped and its loss is inf or nan. Waits for the device."""
         report = self._step.report
         if report is not None and not report.stepped:
-            return
+            return None
         losses = [one.loss for one in self._step.passes if bridge.is_floating(one.loss)]
+        with self._in_replays_memory(), unrecorded():
+            found = statistics_of(losses, histogram=False)
+        return None if all(x.is_finite for x in found) else self._hand_on(on_trace, report, 1.0, backward=False)
+
+    def _hand_on(
+        self, on_trace: Callable[[StepGraph, Any], T], report: Any, scale: float, *, backward: bool = True
+    ) -> T:
         with self._in_replays_memory():
-            with unrecorded():
-                found = statistics_of(losses, histogram=False)
-            if not all(x.is_finite for x in found):
-                on_trace(self._trace(1.0, backward=False), report)
+            trace = self._trace(scale, backward=backward)
+            found = on_trace(trace, report)
+        trace.let_go()
+        return found
 
     @contextmanager
     def _in_replays_memory(self) -> Iterator[None]:
@@ -204,7 +211,7 @@ class OverflowRecorder(Observer):
 
     # ------------------------------------------------------------------------------------------ a skipped step
 
-    def _trace(self, scale: float, *, backward: bool = True) -> StepGraph:
+    def _trace(self, scale: float, *, backward: bool) -> StepGraph:
         values: dict[int, Value] = {}
 
         def value(tensor: Tensor) -> Value:
@@ -228,6 +235,7 @@ class OverflowRecorder(Observer):
                 grad = Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad
                 trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), value(grad), scale)]
             trace.measuring()()
+        trace.name()
         return trace
 
 
@@ -297,12 +305,14 @@ class StepRecorder(Observer):
         self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
     def trace(self) -> StepGraph:
-        """Returns what has been recorded, measured; waits for the device."""
+        """Returns what has been recorded, measured and named; waits for the device."""
         for read in self._measured:
             read()
         if not self._measured:
             self._measure()
-        return StepGraph(self._frames, scaler=self._scaler)
+        trace = StepGraph(self._frames, scaler=self._scaler)
+        trace.name()
+        return trace
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
