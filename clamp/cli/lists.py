@@ -48,9 +48,9 @@ _RECURRENT = re.compile("lstm|gru|rnn|recurrent", re.IGNORECASE)
 
 
 def run(args: Namespace) -> int:
-    """Runs the command; see `clamp.cli`."""
     try:
-        table, rules = _read(args)
+        own = [] if args.lists is None else read_list(args.lists)
+        table, rules = default_table().merged(own).at_level(args.level), rules_for(None, args.lists, args.level)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -71,21 +71,14 @@ def run(args: Namespace) -> int:
             console.print(f"{len(table.calls)} more only call one of these, operators of Tensor and Node among them")
         _print_many(console, chosen, args)
         return 0
-    context = _context(args.device)
-    queue = None if context is None else cl.CommandQueue(context)  # Intel's queues do not keep their context alive
+    try:
+        context = cl.Context([choose_device(args.device)])  # Intel's queues do not keep their context alive
+        queue = cl.CommandQueue(context)
+    except NoDeviceError:
+        queue = None
     for entry in chosen:
         _print_one(console, table, entry, args, queue)
     return 0
-
-
-def _read(args: Namespace) -> tuple[PolicyTable, tuple[ModuleRule, ...]]:
-    """The lists, with a user's, and rules for modules.
-
-    Raises:
-        ValueError: the user's file cannot be read, or is malformed.
-    """
-    own = [] if args.lists is None else read_list(args.lists)
-    return default_table().merged(own).at_level(args.level), rules_for(None, args.lists, args.level)
 
 
 def _decided(path: str | None, rules: Sequence[ModuleRule], dtype: str) -> str:
@@ -189,18 +182,6 @@ def _here(entry: Entry, dtype: str, queue: cl.CommandQueue | None) -> list[str]:
         return [f"{name}: cannot load and store float16; use bfloat16"]
     shape = "long loops with vectors, one to a core" if capabilities(queue).is_cpu else "many short work-items"
     return [f"{name}: {shape}", *on_device(reached(OWNED[entry.name]), queue, dtype)]
-
-
-def _context(name: str | None) -> cl.Context | None:
-    """A context of the device asked for, or of the first; None if there is no device at all.
-
-    Raises:
-        UnknownDeviceError: no device has that name.
-    """
-    try:
-        return cl.Context([choose_device(name)])
-    except NoDeviceError:
-        return None
 
 
 def _nothing(args: Namespace, table: PolicyTable, found: list[Entry]) -> str:

@@ -44,7 +44,6 @@ Show = Callable[[str], None]
 
 
 def run(args: Namespace) -> int:
-    """Runs the command; see `clamp.cli`."""
     device = choose_device(args.device)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
@@ -96,22 +95,18 @@ def _seconds(
     c: Tensor = bridge.empty(queue, (m, n), "float16")
 
     def turn(plan: Plan, calls: int) -> list[float]:
-        return [_device_seconds(queue, compute_by(plan)) for _ in range(calls)]
-
-    def compute_by(plan: Plan) -> Callable[[], None]:
-        return partial(unit.compute, a, b, c, Epilogue("float16"), plan, unit.slices(plan, a, b, c))
+        times, slices = [], unit.slices(plan, a, b, c)
+        for _ in range(calls):
+            with Profiler() as profiler:
+                unit.compute(a, b, c, Epilogue("float16"), plan, slices)
+            queue.finish()
+            times.append(sum(total.seconds for total in profiler.timeline(0.0).totals))
+        return times
 
     race = interleave({str(plan): partial(turn, plan) for plan in plans}, QUICK)
     if race.interrupted:
         raise KeyboardInterrupt
     return {name: timing.median for name, timing in race.timings.items()}, str(unit.usual_plan(a, b, c))
-
-
-def _device_seconds(queue: cl.CommandQueue, call: Callable[[], None]) -> float:
-    with Profiler() as recorder:
-        call()
-    queue.finish()
-    return sum(total.seconds for total in recorder.timeline(0.0).totals)
 
 
 def print_tuning(console: Console, found: Tuning, title: str) -> None:

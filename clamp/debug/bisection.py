@@ -173,18 +173,13 @@ def _holds(value: bool | float, in_float32: bool | float, tolerance: float) -> b
 
 
 class _Training:
-    """Runs of the training, each from the same start.
-
-    Attributes:
-        count: how many there were.
-    """
+    """Runs of the training, each from the same start."""
 
     def __init__(self, step_fn: Callable[[], Any], metric: Callable[[Any], Any] | None) -> None:
         self._step_fn, self._metric = step_fn, metric
         self.count = 0
 
     def run(self, regions: FunctionRegions | LayerRegions) -> bool | float:
-        """Runs it in these regions; returns the metric."""
         self.count += 1
         with regions.opened():
             before = debug.session.active_handle()

@@ -155,12 +155,10 @@ class OpCounter(Observer):
         self._listener = self._cast  # the very object that is on the list
 
     def start(self) -> None:
-        """Ops and casts are counted from now on."""
         LISTENERS.append(self._listener)
         RESULTS.attach(self)
 
     def stop(self) -> None:
-        """They are not."""
         RESULTS.detach(self)
         if self._listener in LISTENERS:
             LISTENERS.remove(self._listener)
@@ -225,7 +223,6 @@ class OpCounter(Observer):
         """A cast has been launched; the same."""
 
     def took(self, key: Key, seconds: float) -> None:
-        """Adds to the seconds of a key."""
         count = self._counts[key]
         count.seconds = (count.seconds or 0.0) + seconds
 

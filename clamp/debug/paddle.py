@@ -204,7 +204,6 @@ class _Log:
                 old.unlink()
 
     def write(self, device: str, line: str) -> None:
-        """Appends a line."""
         with (self._folder / f"worker_{device.replace(':', '.')}.log").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
 

@@ -132,7 +132,6 @@ class Trace:
             raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
 
     def first_difference(self, other: Trace, rtol: float = 0.0) -> Difference | None:
-        """See `first_difference`."""
         for number, (i, j) in enumerate(_aligned(self.values, other.values)):
             left, right = None if i is None else self.values[i], None if j is None else other.values[j]
             if left is None or right is None:
@@ -259,9 +258,5 @@ class Tracer(Watcher):
         self.found.append((seen, part, made))
 
     def trace(self, **about: Any) -> Trace:
-        """All that was seen, with the names that layers have now.
-
-        Args:
-            about: see `Trace`.
-        """
+        """All that was seen, with the names that layers have now."""
         return Trace(self.named(), self._arrays, about, self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, TypeAlias
@@ -60,11 +60,15 @@ class Seen:
     Attributes:
         op, place: which it is, and where it was called.
         trained: by the number of a gradient, the parameter that it is of.
+        reference: its float32 counterpart, of the AMP run.
+        brought: the worst error, against the float32 run, of what it read.
     """
 
     op: OpName
     place: Place
-    trained: dict[int, Tensor] = field(default_factory=dict)
+    trained: dict[int, Tensor]
+    reference: Reference | None = None
+    brought: float = 0.0
 
 
 class Watcher(Observer):
@@ -211,19 +215,6 @@ class Float32Side(Watcher):
             self.values[self.key(seen, part)] = value
 
 
-@dataclass(eq=False)
-class _Compared(Seen):
-    """An op of the AMP run.
-
-    Attributes:
-        reference: its float32 counterpart.
-        brought: the worst error, against the float32 run, of what it read.
-    """
-
-    reference: Reference | None = None
-    brought: float = 0.0
-
-
 class AmpSide(Watcher):
     """Compares what every op gives with what it would give in float32, and with what it gave in the other run.
 
@@ -250,7 +241,7 @@ class AmpSide(Watcher):
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> _Compared | None:
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
         if not self.is_mine() or self._references.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
@@ -258,13 +249,13 @@ class AmpSide(Watcher):
         if known is None:  # a cast: its error is that of what reads it
             self._totals[id(made.value)] = made.value, brought
             return None
-        seen = _Compared(*known, trained_parents(made), self._references.of_result(), brought)
+        seen = Seen(*known, trained_parents(made), self._references.of_result(), brought)
         alone = None if seen.reference is None else seen.reference.made.value
         self._compare(seen, RESULT, made.value, alone, brought, lambda: getattr(self._rounded(seen), "value", None))
         return seen
 
     def gradients(
-        self, token: _Compared, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+        self, token: Seen, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
         brought = max(token.brought, self._total(grad))
         references = self._gradients(token.reference and token.reference.made, grad, len(grads))
@@ -277,13 +268,13 @@ class AmpSide(Watcher):
         found = [] if made is None else self._references.gradients_of(made, grad)
         return found if len(found) == count else [None] * count
 
-    def _rounded(self, seen: _Compared) -> TensorLike | None:
+    def _rounded(self, seen: Seen) -> TensorLike | None:
         """The counterpart of the result, of rounded inputs; None where AMP rounds none."""
         if seen.reference is None or seen.place.policy != "half":
             return None
         return self._references.of_rounded(seen.reference, seen.place.dtype(self._dtype))
 
-    def _rounded_gradient(self, seen: _Compared, grad: Tensor, count: int, part: int) -> Tensor | None:
+    def _rounded_gradient(self, seen: Seen, grad: Tensor, count: int, part: int) -> Tensor | None:
         return self._gradients(self._rounded(seen), grad, count)[part]
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
