@@ -258,7 +258,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("modules", "ops", "skip_ops"):
-            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+            values = getattr(self, name)
+            if not (isinstance(values, list | tuple | set | frozenset) and all(isinstance(x, str) for x in values)):
+                raise TypeError(f"{name} must be a list of names, got {values!r}")
+            object.__setattr__(self, name, tuple(values))
         for name in (*self.ops, *self.skip_ops):
             functions_named(name)
         if not _is_whole(self.every) or self.every < 1:
@@ -334,12 +337,6 @@ def _near(name: str, known: Iterable[str]) -> str:
     names = {x.removesuffix("_op"): x for x in sorted(known)}
     near = [x for x in names if x == stem] or difflib.get_close_matches(stem, names, n=3)
     return f" (near: {', '.join(names[x] for x in near)})" if near else ""
-
-
-def _texts(name: str, values: Any) -> tuple[str, ...]:
-    if isinstance(values, list | tuple | set | frozenset) and all(isinstance(x, str) for x in values):
-        return tuple(values)
-    raise TypeError(f"{name} must be a list of names, got {values!r}")
 
 
 def _is_whole(x: Any) -> bool:

@@ -105,7 +105,7 @@ class LayerRanges:
         """The loss scale for the AMP dtype (of float32: for float16), with headroom; see
         `clamp.debug.ranges.suggested_scale`. 1.0, which is none, where bfloat16 loses nothing without; None if the
         step had no gradient."""
-        gradients = [row.statistics for row in self._scaled()]
+        gradients = self._scaled
         if not gradients:
             return None
         if self.dtype == "bfloat16" and not max(self.table("bfloat16")[1.0][:2]):
@@ -115,10 +115,10 @@ class LayerRanges:
     @property
     def gain(self) -> tuple[float, str] | None:
         """A loss scale that is better than the live one, and what it gains, in words; None if none is by much."""
-        suggested, gradients = self.suggested_scale, [row.statistics for row in self._scaled()]
+        suggested = self.suggested_scale
         if suggested is None or self.dtype == "float32":
             return None
-        together = ranges.pooled(gradients)
+        together = ranges.pooled(self._scaled)
         now, then = (ranges.lost(together, self.dtype, scale / self.scale) for scale in (self.scale, suggested))
         for verb, before, after, other in (
             ("inf", now.overflow, then.overflow, True), ("0", now.underflow, then.underflow, not then.overflow)
@@ -134,13 +134,14 @@ class LayerRanges:
 
     def table(self, dtype: DTypeLike = "float16") -> dict[float, Lost]:
         """Returns what all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
-        return ranges.table([row.statistics for row in self._scaled()], self.scale, dtype)
+        return ranges.table(self._scaled, self.scale, dtype)
 
-    def _scaled(self) -> Iterator[LayerRange]:
-        """Gradients that AMP stores in 16 bits; where it has none of them, those of all activations."""
+    @property
+    def _scaled(self) -> list[Statistics]:
+        """Those of gradients that AMP stores in 16 bits; where it has none of them, of those of all activations."""
         gradients = [row for row in self.rows if row.kind == GRADIENT and row.statistics.count]
         narrow = [row for row in gradients if row.dtype in HALF_DTYPES]
-        return iter(narrow or gradients)
+        return [row.statistics for row in narrow or gradients]
 
     def draw(self, path: str | Path) -> None:
         """Draws the magnitudes of each layer's activations, parameters and gradients beside float16's range, as the

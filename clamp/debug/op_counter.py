@@ -152,16 +152,15 @@ class OpCounter(Observer):
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._models: dict[int, weakref.ref[Any]] = {}
         self._recording = _Replayed()
-        self._listener = self._cast  # the very object that is on the list
 
     def start(self) -> None:
-        LISTENERS.append(self._listener)
+        LISTENERS.append(self._cast)
         RESULTS.attach(self)
 
     def stop(self) -> None:
         RESULTS.detach(self)
-        if self._listener in LISTENERS:
-            LISTENERS.remove(self._listener)
+        if self._cast in LISTENERS:
+            LISTENERS.remove(self._cast)
 
     # ------------------------------------------------------------------------------------------ what ops tell
 

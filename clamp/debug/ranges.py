@@ -146,7 +146,7 @@ def pooled(statistics: Iterable[Statistics]) -> Statistics:
         zeros=sum(one.zeros for one in them),
         smallest=min((one.smallest for one in them), default=math.inf),
         largest=max((one.largest for one in them), default=0.0),
-        histogram=sum((histogram_of(one) for one in them), np.zeros(len(_EDGES) - 1, np.int64)),
+        histogram=sum((one.bins for one in them), np.zeros(len(_EDGES) - 1, np.int64)),
         dtype=dtypes.pop() if len(dtypes) == 1 else "float32",
     )
 
@@ -161,17 +161,6 @@ def _format_name(dtype: DTypeLike) -> str:
     if name not in _ROUNDED:
         raise ValueError(f"dtype is {dtype!r}; it must be float16 or bfloat16")
     return str(name)
-
-
-def histogram_of(statistics: Statistics) -> NDArray[np.int64]:
-    """The fine histogram.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if statistics.histogram is None:
-        raise ValueError("these statistics have no histogram; take them with histogram=True")
-    return statistics.histogram
 
 
 def _finite(statistics: Statistics) -> int:
@@ -201,7 +190,7 @@ def _below(statistics: Statistics, limit: float) -> float:
         return 0.0
     if limit > statistics.largest:
         return float(_finite(statistics))
-    histogram = histogram_of(statistics)
+    histogram = statistics.bins
     within = int(np.searchsorted(_EDGES, limit)) - 1  # the bin from below the limit to it or beyond
     inside = int(histogram[within])
     return float(histogram[:within].sum()) + (inside * _share(statistics, within, limit) if inside else 0.0)
@@ -227,7 +216,7 @@ def _tilt(statistics: Statistics, within: int, begin: float, end: float) -> floa
     octave, place = divmod(within, len(OCTAVE))
     if not 1 <= place <= 8:  # one of the narrow ones
         return 0.0
-    histogram = histogram_of(statistics)
+    histogram = statistics.bins
     points = [((begin + end) / 2, histogram[within] / (end - begin))]
     for eighth in (8 * octave + place - 2, 8 * octave + place):
         octave_beside, first = divmod(eighth, 8)

@@ -144,12 +144,7 @@ class Trace:
 
 
 def trace_step(step: Callable[[], Any], *, keeps_elements: bool = False) -> Trace:
-    """Runs a step, only to be looked at, and returns what each op of it gave; see `save_trace`.
-
-    Raises:
-        ValueError: the step ran no op that could be looked at.
-        RuntimeError: the step is a recorded one.
-    """
+    """Runs a step, only to be looked at, and returns what each op of it gave; see `save_trace`."""
     debug.session.ensure_patched()
     observer = Tracer(keeps_elements=keeps_elements)
     with dry_run(step):

@@ -72,15 +72,24 @@ class Statistics(ElementCounts):
     dtype: str = "float32"  # what the tensor is stored in
 
     @property
+    def bins(self) -> NDArray[np.int64]:
+        """The histogram.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.histogram is None:
+            raise ValueError("these statistics have no histogram; take them with histogram=True")
+        return self.histogram
+
+    @property
     def octaves(self) -> NDArray[np.int64]:
         """The histogram in octaves, shape ``(42,)``: below 2^-24, the 40 from [2^-24, 2^-23) to [2^15, 2^16), above.
 
         Raises:
             ValueError: there is no histogram.
         """
-        if self.histogram is None:
-            raise ValueError("these statistics have no histogram; take them with histogram=True")
-        each = self.histogram.reshape(-1, len(OCTAVE)).sum(1)
+        each = self.bins.reshape(-1, len(OCTAVE)).sum(1)
         first, last = OCTAVES.start - FIRST_EXPONENT, OCTAVES.stop - FIRST_EXPONENT
         return np.concatenate([[each[:first].sum()], each[first:last], [each[last:].sum()]])
 

@@ -8,8 +8,6 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
@@ -52,30 +50,12 @@ def picture(name: str, label: str, draw: Draw, heights: tuple[int, int], marks: 
     versions = []
     missing = "the page of a run is drawn with matplotlib, which is not installed: pip install matplotlib"
     for (form, width), height in zip(WIDTHS.items(), heights, strict=True):
-        with _figure(width, height, COLOUR, missing) as figure:
+        with empty_figure(width, height, COLOUR, missing) as figure:
             draw(figure, form == "narrow")
             drawn = io.StringIO()
             figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         versions.append(_inlined(drawn.getvalue(), f"{name}-{form}", label, marks or {}))
     return f'<div class="picture {name}">{"".join(versions)}</div>'
-
-
-def save_picture(path: str | Path, draw: Callable[..., None], height: int) -> None:
-    """Writes a picture, for wide windows, to a file of the kind that its suffix names, in the page's light colours.
-
-    Args:
-        draw: takes an empty figure, and its colours as ``colour``.
-        height: in CSS pixels.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
-    light = dict(reversed(re.findall(r"--(\w+): (#\w{6});", css)))  # the first of each name; dark ones follow
-    with _figure(WIDTHS["wide"], height, light, "draw needs matplotlib: pip install matplotlib") as figure:
-        draw(figure, colour=light)
-        figure.savefig(path, dpi=130)
 
 
 def plain_axes(axes: Axes) -> None:
@@ -96,7 +76,7 @@ def shortened(text: str, length: int) -> str:
 
 
 @contextmanager
-def _figure(width: int, height: int, colour: Mapping[str, str], missing: str) -> Iterator[Figure]:
+def empty_figure(width: int, height: int, colour: Mapping[str, str], missing: str) -> Iterator[Figure]:
     """A figure of so many pixels, with settings under which names are drawn as they are.
 
     Raises:

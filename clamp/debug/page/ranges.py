@@ -7,13 +7,15 @@ tensor's numbers lie in which octave, and, dashed, where the gradients would lie
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clamp.debug.page.figures import COLOUR, picture, plain_axes, power, save_picture, shortened
+from clamp.debug.page.figures import COLOUR, WIDTHS, empty_figure, picture, plain_axes, power, shortened
 from clamp.debug.page.schema import END, LOWEST, FirstBad, Range
 
 if TYPE_CHECKING:
@@ -59,13 +61,19 @@ def ranges(found: Sequence[Range], suggested: float | None, first_bad: FirstBad 
 
 
 def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | None) -> None:
-    """Writes the picture to a file, of all modules.
+    """Writes the picture to a file, of all modules, for wide windows, in the page's light colours.
 
     Raises:
-        ModuleNotFoundError, OSError: see `save_picture`.
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
+    css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
+    light = dict(reversed(re.findall(r"--(\w+): (#\w{6});", css)))  # the first of each name; dark ones follow
     rows = _modules(found)
-    save_picture(path, partial(_draw, narrow=False, rows=rows, suggested=suggested), _height(len(rows), False))
+    height, missing = _height(len(rows), False), "draw needs matplotlib: pip install matplotlib"
+    with empty_figure(WIDTHS["wide"], height, light, missing) as figure:
+        _draw(figure, False, light, rows, suggested)
+        figure.savefig(path, dpi=130)
 
 
 def _draw(
