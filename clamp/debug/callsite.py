@@ -203,15 +203,10 @@ class Call:
         return mapped(self.args, copy), mapped(self.kwargs, copy)
 
 
-def call_now() -> Call | None:
-    """The call of a function on a list around this point, which makes what an observer is told of; None if it cannot
-    be made again."""
-    frame = call_here()
-    return None if frame is None else call_of(frame.f_locals)
-
-
-def call_of(names: Mapping[str, Any]) -> Call | None:
-    """The call that a wrapper's variables are of; None of a function that writes into its arguments."""
+def call_of(names: Mapping[str, Any] | None) -> Call | None:
+    """The call that a wrapper's variables are of; None without any, or of one that writes into its arguments."""
+    if names is None:
+        return None
     entry, args, kwargs = names.get("entry"), names["args"], names["kwargs"]
     if entry is None:
         wrapper = user_wrapper(names["name"], names["policy"])

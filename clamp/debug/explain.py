@@ -15,7 +15,7 @@ from clamp.debug.cause import Cause, Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.float32_reference import is_finite_in_float32
 from clamp.debug.ranges import FLOAT16
-from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divided, find_origin, frames_before
+from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divided, find_origin
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
 from clamp.debug.words import aligned, bad_counts
 from clamp.opencl.host_steps import unrecorded
@@ -84,8 +84,7 @@ def explain(
         if grown is not None:
             why, cure = grown
             cause = Cause("diverged", f"{why} {cause.why}", cure)
-        before = frames_before(trace, origin.frame, _BEFORE)
-        return Explanation(report, *cause, origin.frame, origin.leaf, before)
+        return Explanation(report, *cause, origin.frame, origin.leaf, _before(trace, origin.frame))
     if trace.is_cut:
         why = (
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
@@ -95,9 +94,8 @@ def explain(
     divided = find_divided(trace)
     if divided is not None and is_finite_in_float32(divided[0]) is not False:
         cause = divided_away(*divided, trace)
-        before = frames_before(trace, divided[0], _BEFORE)
         skipped_for_it = report if report is not None and report.stepped else None
-        return Explanation(skipped_for_it, *cause, divided[0], None, before)
+        return Explanation(skipped_for_it, *cause, divided[0], None, _before(trace, divided[0]))
     why, cure = "Every result and every gradient of its ops is finite.", ""
     if report is None or report.stepped:
         return Explanation(report, "finite", why, cure)
@@ -109,6 +107,11 @@ def explain(
         return Explanation(report, "finite", why, look(init_call(), again=False))
     why += " What is not has come into the gradients after backward, or into a parameter before the step."
     return Explanation(report, "finite", why, cure)
+
+
+def _before(trace: StepGraph, frame: Frame) -> list[Frame]:
+    index = trace.frames.index(frame)
+    return trace.frames[max(0, index - _BEFORE) : index]
 
 
 def not_seen(report: StepReport | None) -> Explanation:

@@ -241,9 +241,3 @@ def find_divided(trace: StepGraph) -> tuple[Frame, Frame] | None:
         if maker is not None and all(value.is_finite for value in maker.inputs) and not maker.is_finite:
             return maker, frame
     return None
-
-
-def frames_before(trace: StepGraph, frame: Frame, count: int) -> list[Frame]:
-    """The frames before one, the nearest last."""
-    index = next(index for index, other in enumerate(trace.frames) if other is frame)
-    return trace.frames[max(0, index - count) : index]

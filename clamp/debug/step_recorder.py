@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
-from clamp.debug.callsite import NOWHERE, Trail, call_now, call_of, here, place_of, trail
+from clamp.debug.callsite import NOWHERE, Trail, call_of, place_of, trail
 from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, StepGraph, Value
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
@@ -223,8 +224,8 @@ class OverflowRecorder(Observer):
         forward = []
         for op in self._step.ops:
             read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
-            call = None if op.trail[0] is None else call_of(op.trail[0])
-            frame = Frame(op.op, FORWARD, place_of(op.trail), read, [value(op.gave)], wanted, again=op.again, call=call)
+            place, call = place_of(op.trail), call_of(op.trail[0])
+            frame = Frame(op.op, FORWARD, place, read, [value(op.gave)], wanted, again=op.again, call=call)
             frame.outputs[0].made_by = frame.outputs[0].made_by or frame
             forward.append(frame)
         trace = StepGraph(forward, scale, is_cut=self._step.is_cut)
@@ -298,10 +299,9 @@ class StepRecorder(Observer):
     def __init__(self, *, of_ranges: bool) -> None:
         self._of_ranges = of_ranges
         self._thread = threading.get_ident()
-        self._frames: list[Frame] = []
+        self._graph = StepGraph([])
         self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
         self._held = 0
-        self._scaler: LossScale | None = None
         self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
     def trace(self) -> StepGraph:
@@ -310,9 +310,8 @@ class StepRecorder(Observer):
             read()
         if not self._measured:
             self._measure()
-        trace = StepGraph(self._frames, scaler=self._scaler)
-        trace.name()
-        return trace
+        self._graph.name()
+        return self._graph
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
@@ -321,7 +320,8 @@ class StepRecorder(Observer):
             return None
         read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or "op"
-        frame = Frame(op, FORWARD, here(), read, [], call=None if self._of_ranges else call_now())
+        seen = trail()
+        frame = Frame(op, FORWARD, place_of(seen), read, [], call=None if self._of_ranges else call_of(seen[0]))
         self._give(frame, [made.value])
         self._keep_within_limit(made.value)
         return frame
@@ -342,7 +342,8 @@ class StepRecorder(Observer):
         if not self._is_ours():
             return
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
-        self._scaler = self._scaler if scaled is None else scaled.loss_scale
+        if scaled is not None:
+            self._graph.scaler = scaled.loss_scale
         if recorder() is not None:
             self._measure_in_every_replay()
         elif not self._of_ranges:
@@ -367,7 +368,7 @@ class StepRecorder(Observer):
             if value.made_by is None:  # netcl's add hands on the gradient that it was given
                 value.made_by = frame
             frame.outputs.append(value)
-        self._frames.append(frame)
+        self._graph.frames.append(frame)
 
     def _keep_within_limit(self, tensor: Tensor) -> None:
         if recorder() is not None or not bridge.on_device(tensor):
@@ -375,21 +376,20 @@ class StepRecorder(Observer):
         if self._held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
             self._held = 0
-            StepGraph(self._frames).let_go()
+            self._graph.let_go()
 
     # ------------------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> None:
         with unrecorded():
-            StepGraph(self._frames).measuring(histogram=self._of_ranges)()
+            self._graph.measuring(histogram=self._of_ranges)()
 
     def _measure_in_every_replay(self) -> None:
-        read, scaler = StepGraph(self._frames).measuring(histogram=self._of_ranges), self._scaler
-        frames, self._frames = self._frames, []
+        recorded, self._graph = self._graph, StepGraph([], scaler=self._graph.scaler)
+        read = recorded.measuring(histogram=self._of_ranges)
 
         def replayed() -> None:
-            self._scaler = scaler
-            self._frames = [*self._frames, *frames]
+            self._graph = replace(recorded, frames=[*self._graph.frames, *recorded.frames])
             self._measured = [*self._measured, read]
 
         host_step(replayed)
