@@ -217,23 +217,21 @@ class Attribution:
         self, history: Callable[[], Sequence[StepReport]], losses: Callable[[], Mapping[int, float]] = dict
     ) -> None:
         self._history, self._losses = history, losses
-        self._recorder: OverflowRecorder | None = None
+        self._recorder = OverflowRecorder(self._skipped)
         self.last: Explanation | None = None
         self._telling: Explanation | None = None  # the last that has a cure: not but a scale that comes down
 
     @property
     def is_armed(self) -> bool:
         """Returns whether the ops of each step are kept until it is done."""
-        return self._recorder is not None
+        return RESULTS.has(self._recorder)
 
     def arm(self) -> None:
-        self._recorder = OverflowRecorder(self._skipped)
         RESULTS.attach(self._recorder)
 
     def disarm(self) -> None:
-        if self._recorder is not None:
-            RESULTS.detach(self._recorder)
-            self._recorder = None
+        RESULTS.detach(self._recorder)
+        self._recorder = OverflowRecorder(self._skipped)  # the other one holds ops
 
     def _skipped(self, trace: StepGraph, report: StepReport) -> None:
         self.last = self._explained(trace, report)
@@ -243,10 +241,9 @@ class Attribution:
         return explain(trace, report, self._past())
 
     def _past(self) -> Past:
-        largest = {} if self._recorder is None else self._recorder.first_magnitudes
         done = sum(report.stepped for report in self._history())
         with unrecorded():
-            return Past(self._losses(), largest, _known_optimizers(), done)
+            return Past(self._losses(), self._recorder.first_magnitudes, _known_optimizers(), done)
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
@@ -254,8 +251,8 @@ class Attribution:
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped, self._past())
-        elif self._recorder is not None and (bad := self._recorder.with_bad_loss(self._explained)) is not None:
-            return bad
+        elif (bad_loss := self._recorder.with_bad_loss(self._explained)) is not None:
+            return bad_loss
         elif self.last is None or (skipped and self._is_old(self.last, skipped)):
             return not_seen(skipped)
         return self._as_reported_now(self.last)

@@ -37,36 +37,30 @@ class RunLog:
 
     Attributes:
         began: when, in UTC.
-        counter: what is counted; None until ``arm``.
+        counter: of its ops, casts, losses and gradients.
+        counts: whether it counts, or did: from ``arm`` on.
     """
 
     def __init__(self, region: Region, scaling: PassScaling) -> None:
         self._region, self._scaling = region, scaling
         self.began = datetime.now(UTC)
-        self.counter: OpCounter | None = None
+        self.counter = OpCounter(self._is_own)
+        self.counts = False
         self._measured: tuple[object, int, dict[str, Any]] = None, 0, {}  # a step, after how many, and what it gave
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
         """From now on ops, casts, losses and gradients are counted and noted."""
-        self.counter = OpCounter(self._is_own)
+        self.counts = True
         self.counter.start()
 
     def _is_own(self, report: StepReport) -> bool:
         history = self._scaling.history
         return bool(history) and history[-1] is report
 
-    def disarm(self) -> None:
-        """They are not; what was counted stays."""
-        if self.counter is not None:
-            self.counter.stop()
-
     def losses(self) -> dict[int, float]:
         """Those that were noted, by steps. Waits for the device."""
-        return {step: point.loss for step, point in self._points().items() if point.loss is not None}
-
-    def _points(self) -> Mapping[int, Point]:
-        return {} if self.counter is None else self.counter.curves.read()
+        return {step: point.loss for step, point in self.counter.curves.read().items() if point.loss is not None}
 
     def summary(self, step: Callable[[], Any] | None) -> Summary:
         """Returns what is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
@@ -78,12 +72,13 @@ class RunLog:
             rules={} if modules is None else {str(rule): paths for rule, paths in modules.decided().items()},
         )  # fmt: skip
         known = replace(known, **self._tried(step, reports.steps))
-        seen = self.counter or (None if known.trial is None else known.trial.amp)
-        if seen is None:
+        seen, side = self.counter, None if known.trial is None else known.trial.amp
+        if self.counts:
+            rows = seen.rows if side is None else with_times(seen.rows, side)
+            return replace(known, rows=rows, casts=seen.casts, weight_copies=seen.weight_copies, counted=True)
+        if side is None:
             return known
-        rows = seen.rows if self.counter is None or known.trial is None else with_times(seen.rows, known.trial.amp)
-        counted = self.counter is not None
-        return replace(known, rows=rows, casts=seen.casts, weight_copies=seen.weight_copies, counted=counted)
+        return replace(known, rows=side.rows, casts=side.casts, weight_copies=side.weight_copies)
 
     def run(self, summary: Summary, explanation: Explanation | None, losses: Sequence[float] | None) -> Run:
         """All of it as JSON has it.
@@ -95,7 +90,7 @@ class RunLog:
         """
         now, ranges, updates = datetime.now(UTC), summary.ranges, summary.updates
         modules = () if summary.trial is None else summary.trial.modules
-        modules = modules if self.counter is None else self.counter.modules
+        modules = self.counter.modules if self.counts else modules
         return checked({
             "version": VERSION,
             "clamp": clamp.__version__,
@@ -105,7 +100,7 @@ class RunLog:
             "date": now.isoformat(timespec="seconds"),
             "seconds": (now - self.began).total_seconds(),
             "verdict": verdict_of(summary, explanation),
-            "steps": _steps(summary.history, self._points(), losses),
+            "steps": _steps(summary.history, self.counter.curves.read(), losses),
             "ops": _ops(summary),
             "ranges": [] if ranges is None else ranges.as_json(),
             "suggested_scale": None if ranges is None or ranges.gain is None else ranges.gain[0],
@@ -134,13 +129,12 @@ class RunLog:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
-        is_armed = self.counter is not None and RESULTS.has(self.counter)
-        if is_armed:
-            self.disarm()
+        is_counting = RESULTS.has(self.counter)
+        self.counter.stop()
         try:
             yield
         finally:
-            if is_armed and self.counter is not None:
+            if is_counting:
                 self.counter.start()
 
 

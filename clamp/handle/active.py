@@ -343,7 +343,7 @@ class AmpHandle:
             if not self._ended:  # all of this can be done twice
                 self._scaling.is_active = False
                 self._attribution.disarm()
-                self._log.disarm()
+                self._log.counter.stop()
                 set_process_region(None)
                 stop_counting()
                 self._patches.remove()

@@ -21,7 +21,6 @@ from clamp.casting.regions import Region
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
-from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.figures import held_at, peak_of
 from clamp.debug.run_log import RunLog, verdict_of
 from clamp.debug.step_graph import Frame
@@ -131,7 +130,6 @@ def as_run(summary: Summary, points: Any = None, losses: list[float] | None = No
     scaling = SimpleNamespace(history=[], guards=SimpleNamespace(device=None))
     log = RunLog(Region(True, "float16", default_table(), level="O2"), scaling)
     if points is not None:
-        log.counter = OpCounter()
         log.counter.curves.read = lambda: points  # type: ignore[method-assign]
     return checked(json.loads(json.dumps(log.run(summary, None, losses))))
 
