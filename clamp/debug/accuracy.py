@@ -248,7 +248,7 @@ def _both_runs(
 ) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
     """Returns what was seen of the step in float32 and under AMP, each with the loss."""
     right = Float32Side()
-    with changed_regions(_in_float32):
+    with changed_regions(lambda region: region.in_float32 if region.enabled else region):
         right_loss = _run(step, 1.0, amp, right)
     if not right.values:
         raise NothingSeenError
@@ -259,10 +259,6 @@ def _both_runs(
         if scale <= step.floor or not wrong.overflowed_in_backward:
             return (right, right_loss), (wrong, loss)
         scale = max(step.floor, scale / _LOWER)
-
-
-def _in_float32(region: Region) -> Region:
-    return region.in_float32 if region.enabled else region
 
 
 def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) -> float:

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -131,7 +130,12 @@ def bisect(
             "amp.autocast()" + (", in layers" if by == "module" else "")
         )
     in_float32 = training.run(regions(names))
-    holds = partial(_holds, in_float32=in_float32, tolerance=tolerance)
+
+    def holds(value: bool | float) -> bool:
+        if isinstance(value, bool):
+            return value
+        return isfinite(value) and abs(value - in_float32) <= tolerance * abs(in_float32)
+
     verdict, culprits = FOUND, list[str]()
     if not holds(in_float32):
         verdict = FAILS_IN_FLOAT32
@@ -161,12 +165,6 @@ def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool])
         found.append(rest[fails])
         rest = rest[:fails]
     return found
-
-
-def _holds(value: bool | float, in_float32: bool | float, tolerance: float) -> bool:
-    if isinstance(value, bool):
-        return value
-    return isfinite(value) and abs(value - in_float32) <= tolerance * abs(in_float32)
 
 
 # ---------------------------------------------------------------------------------------------- runs
