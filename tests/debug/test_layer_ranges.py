@@ -73,6 +73,31 @@ def test_each_tensor_has_its_row(queue: cl.CommandQueue) -> None:
     assert "scale_loss" not in {row.name for row in ranges.rows}
 
 
+def test_passes_of_a_recorded_function_have_their_rows_each(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, *WIDTHS)
+    optimizer = SGD(model.parameters(), lr=1e-30)
+    batches = [batch(queue, 8, WIDTHS[0], WIDTHS[-1], seed=i) for i in range(3)]
+    handle = amp.init(loss_scale=SCALE)
+
+    def one_pass(x: Tensor, y: Tensor) -> None:
+        with ag.Tape() as tape:
+            loss = ag.mse_loss(model(ag.tensor(x)), ag.tensor(y))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            tape.backward(scaled_loss)
+
+    def accumulated(one_pass: Any) -> None:
+        optimizer.zero_grad()
+        for x, y in batches:
+            one_pass(x, y)
+        optimizer.step()
+
+    recorded = amp.record(one_pass)
+    expected_rows = str(handle.ranges(lambda: accumulated(one_pass)))
+    for _ in range(3):  # a recorded pass is recorded in the first step, or in the dry run, or replayed there
+        assert str(handle.ranges(lambda: accumulated(recorded))) == expected_rows
+        accumulated(recorded)
+
+
 def test_gradients_are_those_of_float32_at_the_scale(queue: cl.CommandQueue) -> None:
     model, handle, once = run(queue)
     ranges = handle.ranges(once)
