@@ -20,7 +20,14 @@ from clamp.params.gradient_penalties import note_result
 
 class Observer:
     """Looks at results: overrides what it wants to be told. Called in the thread that computes, between launches;
-    may launch, too."""
+    may launch, too.
+
+    Attributes:
+        needs_values: whether it reads each result as it is made. Recorded functions run as they are meanwhile: a
+            recording has no values yet, and a replay tells of no op.
+    """
+
+    needs_values = False
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
         """An op has computed ``made`` from ``parents``; nodes where a graph is recorded, tensors elsewhere.
@@ -94,6 +101,7 @@ class _Results:
 
     Attributes:
         watched: whether there are observers, for who passes by all of these.
+        needs_values: whether one of them does (`Observer`).
         own: ``own(made, parents)`` returns the result of an op of clamp's.
         foreign: the same of an op of the user's, or of netcl's.
         netcls: ``netcls(made, args)`` returns what a function of netcl's has made of its arguments; its ops have told
@@ -150,6 +158,7 @@ class _Results:
 
     def _exchange(self) -> None:
         self.watched = bool(self._observers)
+        self.needs_values = any(observer.needs_values for observer in self._observers)
         if self._observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
             self.backward, self.add = self._backward_seen, self._add_seen

@@ -23,9 +23,9 @@ class NothingSeenError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "no op of this step was seen: it computes nothing on an OpenCL device, or replays a recording (amp.record, "
-            "amp.Graph, netcl's captures), which shows none. Pass a function that computes the step, of a recorded one "
-            "the function itself, step.__wrapped__"
+            "no op of this step was seen: it computes nothing on an OpenCL device, or replays a recording, "
+            "which shows none. Pass a function that computes the step, of a recorded one the function itself, "
+            "step.__wrapped__"
         )
 
 

@@ -279,6 +279,8 @@ def _look(step: Step, region: Region) -> _Look:
 class _Look(Observer):
     """An observer of one step that asks for memory when forward is over."""
 
+    needs_values = True
+
     def __init__(self, meter: MemoryMeter) -> None:
         self._meter = meter
         self._is_over = False

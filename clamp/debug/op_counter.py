@@ -143,6 +143,7 @@ class OpCounter(Observer):
 
     def __init__(self, is_own: Callable[[StepReport], bool] = lambda report: True, *, of_dry_run: bool = False) -> None:
         self._is_own, self._of_dry_run = is_own, of_dry_run
+        self.needs_values = of_dry_run
         self.curves = Curves()
         self.weight_copies = 0
         self._lock = threading.RLock()

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -296,20 +295,18 @@ class StepRecorder(Observer):
             gradients; with ops that nobody trains, and with calls, which can be made again.
     """
 
+    needs_values = True
+
     def __init__(self, *, of_ranges: bool) -> None:
         self._of_ranges = of_ranges
         self._thread = threading.get_ident()
         self._graph = StepGraph([])
         self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
         self._held = 0
-        self._measured: list[Callable[[], None]] = []  # in recordings: reads what has been measured
 
     def trace(self) -> StepGraph:
         """Returns what has been recorded, measured and named; waits for the device."""
-        for read in self._measured:
-            read()
-        if not self._measured:
-            self._measure()
+        self._measure()
         self._graph.name()
         return self._graph
 
@@ -344,9 +341,7 @@ class StepRecorder(Observer):
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         if scaled is not None:
             self._graph.scaler = scaled.loss_scale
-        if recorder() is not None:
-            self._measure_in_every_replay()
-        elif not self._of_ranges:
+        if not self._of_ranges:
             self._measure()
 
     # ------------------------------------------------------------------------------------------ keeping
@@ -371,9 +366,7 @@ class StepRecorder(Observer):
         self._graph.frames.append(frame)
 
     def _keep_within_limit(self, tensor: Tensor) -> None:
-        if recorder() is not None or not bridge.on_device(tensor):
-            return
-        if self._held > _SHARE * tensor.queue.device.global_mem_size:
+        if bridge.on_device(tensor) and self._held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
             self._held = 0
             self._graph.let_go()
@@ -383,13 +376,3 @@ class StepRecorder(Observer):
     def _measure(self) -> None:
         with unrecorded():
             self._graph.measuring(histogram=self._of_ranges)()
-
-    def _measure_in_every_replay(self) -> None:
-        recorded, self._graph = self._graph, StepGraph([], scaler=self._graph.scaler)
-        read = recorded.measuring(histogram=self._of_ranges)
-
-        def replayed() -> None:
-            self._graph = replace(recorded, frames=[*self._graph.frames, *recorded.frames])
-            self._measured = [*self._measured, read]
-
-        host_step(replayed)

@@ -80,6 +80,8 @@ class Watcher(Observer):
             gradients, and which of its values; without the names that layers have after the run.
     """
 
+    needs_values = True
+
     def __init__(self) -> None:
         self.ops = OpNames()
         self._thread = threading.get_ident()

@@ -119,6 +119,9 @@ class RecordedFunction:
             return self._call(Arguments(args, kwargs, self._positional, self._of_gradients))
 
     def _call(self, call: Arguments) -> Any:
+        if RESULTS.needs_values:
+            with self._variants.following():
+                return self._detached(self.__wrapped__(*call.args, **call.kwargs))
         scaling = session.active_scaling()
         tokens: Tokens = {} if scaling is None else scaling.guards.tokens()
         key, known = self._key(call, tokens), Known(tokens)

@@ -22,6 +22,7 @@ from clamp.casting.results import RESULTS
 from clamp.cli.bench.networks import CNN, LM, MLP, Network, Trainer
 from clamp.debug.layer_ranges import LayerRange, LayerRanges
 from clamp.debug.summary import Summary
+from clamp.debug.traces import trace_step
 from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
 from tests.debug.faults import optimize
@@ -73,10 +74,18 @@ def test_each_tensor_has_its_row(queue: cl.CommandQueue) -> None:
     assert "scale_loss" not in {row.name for row in ranges.rows}
 
 
-def test_passes_of_a_recorded_function_have_their_rows_each(queue: cl.CommandQueue) -> None:
+LOOKS: dict[str, Any] = {
+    "ranges": lambda handle, step: handle.ranges(step),
+    "explain": lambda handle, step: handle.explain(step),
+    "traces": lambda _, step: trace_step(step).values,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_passes_of_a_recorded_function_are_looked_at_one_by_one(queue: cl.CommandQueue, look: str) -> None:
     model = mlp(queue, *WIDTHS)
     optimizer = SGD(model.parameters(), lr=1e-30)
-    batches = [batch(queue, 8, WIDTHS[0], WIDTHS[-1], seed=i) for i in range(3)]
+    batches = [batch(queue, 8, WIDTHS[0], WIDTHS[-1], seed=i) for i in range(8)]
     handle = amp.init(loss_scale=SCALE)
 
     def one_pass(x: Tensor, y: Tensor) -> None:
@@ -92,10 +101,13 @@ def test_passes_of_a_recorded_function_have_their_rows_each(queue: cl.CommandQue
         optimizer.step()
 
     recorded = amp.record(one_pass)
-    expected_rows = str(handle.ranges(lambda: accumulated(one_pass)))
-    for _ in range(3):  # a recorded pass is recorded in the first step, or in the dry run, or replayed there
-        assert str(handle.ranges(lambda: accumulated(recorded))) == expected_rows
+    expected_rows = str(LOOKS[look](handle, lambda: accumulated(one_pass)))
+    for _ in range(2):
+        recordings = recorded.recordings
+        assert str(LOOKS[look](handle, lambda: accumulated(recorded))) == expected_rows
+        assert recorded.recordings == recordings
         accumulated(recorded)
+    assert recorded.recordings
 
 
 def test_gradients_are_those_of_float32_at_the_scale(queue: cl.CommandQueue) -> None:
