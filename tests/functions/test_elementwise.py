@@ -12,7 +12,6 @@ import pytest
 import clamp.functions.activations
 import clamp.functions.arithmetic  # noqa: F401  (registers)
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from tests.functions.operands import half, leaf
@@ -65,8 +64,6 @@ def test_where_with_numbers(queue: cl.CommandQueue) -> None:
     assert to_numpy(x.grad).tolist() == [0, 1, 0, 1]
     out = run("where", Promote(), condition, x, -1)
     np.testing.assert_array_equal(to_numpy(out.value), [1, -1, np.nan, -1])
-    with pytest.raises(ValueError, match="at least one Tensor"):
-        run("where", Promote(), condition, 1.0, 2.0)
 
 
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge"])
@@ -79,9 +76,6 @@ def test_comparisons_are_constant_nodes(queue: cl.CommandQueue, name: str) -> No
     np.testing.assert_array_equal(to_numpy(out.value), f(a, b))
     with ag.no_grad():
         np.testing.assert_array_equal(to_numpy(run(name, Promote(), 2.0, to_device(queue, a)).value), f(2.0, a))
-
-
-# ------------------------------------------------------------------------------------------------- policies
 
 
 # -------------------------------------------------------------------------------------- scaling and summing
@@ -101,14 +95,6 @@ def test_fan_out_adds_up(queue: cl.CommandQueue) -> None:
     backward(out, np.ones((5, 7)))
     t = np.tanh(stored(x))
     assert_close(x.grad, (2 * t + 1) * (1 - t * t), slack=1e-6)
-
-
-def test_shapes_that_bias_add_refuses(queue: cl.CommandQueue) -> None:
-    x, bias = leaf(queue, points(), "float16"), leaf(queue, points(shape=(7,)))
-    with pytest.raises(ValueError, match="bias dimension mismatch"):
-        run("bias_add", Match(), x, leaf(queue, np.ones(5)))
-    with pytest.raises(ValueError, match="expects x of shape"):
-        run("bias_add", Match(), bias, bias)
 
 
 def test_a_saturated_half_sigmoid_still_has_a_slope(queue: cl.CommandQueue) -> None:
@@ -192,11 +178,3 @@ def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
     assert_close(of("elementwise.elementwise_scalar", x, 2.0, op="DIV"), v / 2)
     assert_close(of("broadcast.broadcast_binary", x, bias, op="MAX"), np.maximum(v, b))
     assert of("elementwise.dropout", x, 0.0) is x
-    for refused in (
-        lambda: of("elementwise.relu", x, out=x),
-        lambda: of("elementwise.dropout", x, return_mask=True),
-        lambda: of("elementwise.elementwise_scalar", x, 2.0, "POW"),
-        lambda: of("broadcast.broadcast_binary", x, bias, op="XOR"),
-    ):
-        with pytest.raises(NotOwned):
-            refused()

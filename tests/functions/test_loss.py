@@ -11,9 +11,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned
+from clamp.casting.operands import Casting
 from clamp.casting.policies import Float, Match
-from clamp.functions import OWNED
 from clamp.functions import loss as F
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
@@ -36,12 +35,6 @@ def run(function: Callable[..., Any], casting: Casting, *args: Any, seed: float 
     loss = function(casting, *args, tape=tape, **kwargs)
     tape.backward(loss, None if seed is None else to_device(loss.value.queue, np.full(loss.value.shape, seed)))
     return loss
-
-
-LOSSES = (
-    F.mse_loss, F.l2_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits, F.cross_entropy,
-    F.hinge_loss,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["int32 tensor", "float tensor", "node", "array", "list"])
@@ -90,38 +83,6 @@ def test_netcls_own_l1_and_l2_backward_raise(queue: cl.CommandQueue, name: str) 
         tape.backward(loss)
 
 
-def test_wrong_shapes_name_both(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, LOGITS)
-    wrong = to_device(queue, ONE_HOT[:, :4])
-    for function in LOSSES:
-        with pytest.raises(ValueError, match=r"\(6, 5\).*\(6, 4\).*(reshape|pass)"):
-            function(Float(), x, wrong)
-    with pytest.raises(ValueError, match=r"\(6, 5\).*\(3,\).*pass 6 labels"):
-        F.cross_entropy(Float(), x, CLASSES[:3])
-    with pytest.raises(ValueError, match=r"must be \(N, C\)"):
-        F.cross_entropy(Float(), leaf(queue, LOGITS[0]), [1])
-    with pytest.raises(ValueError, match="beta is -1"):
-        F.smooth_l1_loss(Float(), x, x, beta=-1.0)
-
-
-def test_wrong_dtypes(queue: cl.CommandQueue) -> None:
-    integers = Node(value=Tensor.from_host(queue, np.ones((6, 5), np.int32), dtype="int32"))
-    target = to_device(queue, ONE_HOT)
-    for function in LOSSES:
-        with pytest.raises(TypeError, match="int32"):
-            function(Float(), integers, target)
-    with pytest.raises(TypeError, match="targets is int32"):
-        F.cross_entropy(Float(), leaf(queue, LOGITS), integers)
-    with pytest.raises(NotOwned):
-        F.mse_loss(Float(), leaf(queue, LOGITS), LOGITS)
-
-
-def test_host_labels_that_are_no_class_raise(queue: cl.CommandQueue) -> None:
-    for wrong in (5, -1):
-        with pytest.raises(IndexError, match=f"label {wrong} is no class"):
-            F.cross_entropy(Float(), leaf(queue, LOGITS), [0, 1, 2, 3, 4, wrong])
-
-
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_cross_entropy_of_bare_tensors_and_its_backward(queue: cl.CommandQueue, dtype: str) -> None:
     x = to_device(queue, LOGITS, dtype)
@@ -136,8 +97,6 @@ def test_cross_entropy_of_bare_tensors_and_its_backward(queue: cl.CommandQueue, 
     expected[2] = 0
     assert gradient.dtype == dtype
     assert_close(gradient, expected, slack=64 * EPS)
-    with pytest.raises(ValueError, match="expected 6 targets, got 1"):
-        F.tensor_cross_entropy_indices(Float(), x, Tensor.from_host(queue, np.array([1], np.int32), dtype="int32"))
 
 
 @pytest.mark.parametrize("axis", [0, -1])
@@ -147,5 +106,3 @@ def test_softmax_backward_of_bare_tensors(queue: cl.CommandQueue, axis: int) -> 
     out = to_numpy(y)
     assert result.dtype == "float16"
     assert_close(result, out * (to_numpy(g) - (out * to_numpy(g)).sum(axis, keepdims=True)), slack=32 * EPS)
-    with pytest.raises(NotOwned):
-        OWNED["netcl.ops.softmax.softmax_backward"](Match(), y, g, y)

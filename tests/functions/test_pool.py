@@ -46,11 +46,3 @@ def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
         assert padding.pad2d_backward(framed, 0) is framed
         with pytest.raises(ValueError, match="in_shape"):
             padding.pad2d_backward(framed, 1)
-
-
-def test_wrong_arguments(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, X)
-    with pytest.raises(ValueError, match="does not fit"):
-        pool.max_pool2d(Match(), x, 7)
-    with pytest.raises(ValueError, match="mode must be"):
-        pool.pad2d(Match(), x, 1, "circular")

@@ -10,8 +10,6 @@ import pytest
 from netcl.nn import functional
 
 from clamp import amp
-from clamp.bridge import Tensor
-from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float
 from clamp.casting.registry import OWNED
 from clamp.functions import spatial
@@ -58,31 +56,3 @@ def test_tensor_level_adapters(queue: cl.CommandQueue) -> None:
     assert_close(spatial.tensor_upsample_backward(casting, grad, IMAGE), np.full(IMAGE, 4.0))
     grad = to_device(queue, np.ones((2, 4, 5, 2)))
     assert_close(spatial.tensor_affine_grid_backward(casting, grad, IMAGE), [[[0, 0, 20]] * 2] * 2, slack=1e-5)
-    for call in (
-        lambda: OWNED["netcl.ops.upsample.upsample"](casting, x, 3, out=x),
-        lambda: OWNED["netcl.ops.grid_sample.grid_sample"](casting, x, grid, out=x),
-        lambda: OWNED["netcl.ops.grid_sample.affine_grid"](casting, theta, IMAGE, out=x),
-        lambda: spatial.grid_sample(
-            casting, x, Tensor.from_host(queue, np.ones((2, 1, 1, 2), np.int32), dtype="int32")
-        ),
-    ):
-        with pytest.raises(NotOwned):
-            call()
-
-
-def test_bad_input(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, np.ones(IMAGE))
-    for call, message in (
-        (lambda: spatial.upsample(Float(), x), "exactly one of size or scale_factor"),
-        (lambda: spatial.upsample(Float(), x, 3, 2.0), "exactly one of size or scale_factor"),
-        (lambda: spatial.upsample(Float(), x, scale_factor=0.1), "invalid output size"),
-        (lambda: spatial.upsample(Float(), x, 3, mode="area"), "unsupported upsample mode 'area'"),
-        (lambda: spatial.upsample(Float(), leaf(queue, [1.0]), 3), "4D NCHW"),
-        (lambda: spatial.grid_sample(Float(), x, leaf(queue, places()), mode="nearest"), "mode='bilinear'"),
-        (lambda: spatial.grid_sample(Float(), x, leaf(queue, places()), padding_mode="wrap"), "padding_mode 'wrap'"),
-        (lambda: spatial.rotate_2d_grid(Float(), leaf(queue, [1.0]), 0.1), "4D input"),
-        (lambda: spatial.rotate_2d_grid(Float(), x, [0.1, 0.2, 0.3]), "3 angles for 2 images"),
-        (lambda: spatial.affine_grid(Float(), leaf(queue, np.ones((2, 3))), IMAGE), "theta shape"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
