@@ -40,8 +40,8 @@ def masked_fill(x: Array, mask: Array, fill: float = -1e9) -> Array:
 
 OPS = [
     Op("netcl.autograd.flash_attention", flash_attention, [
-        Case(Normal(2, 2, 7, 5), Normal(2, 2, 7, 5), Normal(2, 2, 7, 5)),
-        Case(Normal(1, 3, 6, 4), Normal(1, 3, 6, 4), Normal(1, 3, 6, 4), causal=False, scale=0.3),
+        Case(Normal(1, 2, 7, 5), Normal(1, 2, 7, 5), Normal(1, 2, 7, 5)),
+        Case(Normal(2, 3, 6, 4), Normal(2, 3, 6, 4), Normal(2, 3, 6, 4), causal=False, scale=0.3),
         Case(Normal(1, 1, 1, 1), Normal(1, 1, 1, 1), Normal(1, 1, 1, 1), causal=False),
     ], terms=lambda q, k, v, causal=True, scale=None: (
         q.shape[-1] + q.shape[-2] + 16, _weights(q, k, causal, scale) @ np.abs(v)

@@ -270,18 +270,18 @@ def _affine_grid(g: Array, theta: Array, size: tuple[int, ...], align_corners: b
 # ----------------------------------------------------------------------------------------------------- calls
 
 
-def _same_row() -> Array:
-    return np.zeros(N, np.int32)
+def _same_row(times: int = N) -> Array:
+    return np.zeros(times, np.int32)
 
 
-def _columns(columns: int) -> list[LongCase]:
-    """What sums rows of so many columns."""
+def _columns(columns: int, n: int = N) -> list[LongCase]:
+    """What sums n rows of so many columns."""
     rows = f"rows of {columns}"
     return [
-        case("sum", rows, lambda: [alike(N, columns)], _sum, axis=0),
-        case("softmax", rows, lambda: [varied(N, columns)], _softmax, axis=0),
-        case("bias_add", rows, lambda: [alike(N, columns), alike(columns)], _second_is_broadcast),
-        case("embedding", rows, lambda: [alike(3, columns), _same_row()], _embedding),
+        case("sum", rows, lambda: [alike(n, columns)], _sum, axis=0),
+        case("softmax", rows, lambda: [varied(n, columns)], _softmax, axis=0),
+        case("bias_add", rows, lambda: [alike(n, columns), alike(columns)], _second_is_broadcast),
+        case("embedding", rows, lambda: [alike(3, columns), _same_row(n)], _embedding),
     ]
 
 
@@ -289,7 +289,7 @@ CASES: list[LongCase] = [
     case("sum", "everything", lambda: [alike(N)], _sum),
     case("mean", "rows", lambda: [alike(2, N)], _mean, axis=1),
     case("softmax", "the last axis", lambda: [varied(2, N)], _softmax),
-    *(long for columns in (3, 19, 75) for long in _columns(columns)),
+    *(long for columns, n in ((3, N), (19, N), (75, N // 4)) for long in _columns(columns, n)),
     case("add", "a broadcast row", lambda: [alike(2, N), alike(2, 1)], _second_is_broadcast),
     case("index_select", "one place", lambda: [alike(2, 3), 1, _same_row()], _index_select),
     case("index_add", "one row", lambda: [alike(3, 20), 0, _same_row(), alike(N, 20)], _index_add),

@@ -69,9 +69,9 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize(("old", "new", "build"), [pytest.param(*m[1:], id=f"{m[0]}, {m[3]}") for m in MUTANTS])
 @pytest.mark.long
+@pytest.mark.once
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str, build: str
 ) -> None:
