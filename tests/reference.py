@@ -19,6 +19,10 @@ from clamp.bridge import Tensor
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 STORAGE_DTYPES = ("float32", "float16", "bfloat16")
 HALF_DTYPES = ("float16", "bfloat16")
+#: nine of the 27 mixtures of three tensors: each pair of types stands in each pair of places
+MIXTURES = [
+    (x, y, STORAGE_DTYPES[(i + j) % 3]) for i, x in enumerate(STORAGE_DTYPES) for j, y in enumerate(STORAGE_DTYPES)
+]
 
 #: inf, nan, signed zeros, fp16 subnormals, the largest half, values beyond it, fp32-only magnitudes
 SPECIAL = np.array(

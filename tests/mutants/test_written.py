@@ -11,9 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyopencl as cl
@@ -22,13 +20,12 @@ import pytest
 from clamp.opencl.device import list_devices
 from clamp.ops import attention, conv
 from clamp.ops.attention import matrix_units as attention_units
-from clamp.ops.engine import always
-from clamp.ops.gemm import engines, tiled
+from clamp.ops.gemm import tiled
 from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, RDNA3, RDNA4, WGMMA
 from clamp.ops.gemm.plan import Plan
 from tests.mutants import write_wrong
 from tests.ops import conv_reference, test_attention_matrix_units, test_conv_matrix_units
-from tests.ops.gemm_reference import check, random
+from tests.ops.gemm_reference import by_plan, check, random
 from tests.ops.test_attention import normal
 from tests.ops.test_attention_matrix_units import AT_ONCE, LATE, ONE_WARP, SMALL
 
@@ -58,10 +55,7 @@ class Product:
         return str(tiled.GEMM.file if self.by is tiled else self.by.kernel.file)
 
     def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
-        options = {} if self.by is tiled else {"emulate": self.copies}
-        run = partial(self.by.compute, plan=self.plan, slices=self.slices, **options)
-        engine = SimpleNamespace(NAME="planned", fits=always, pays=always, pack=self.by.pack, run=run)
-        patch.setattr(engines, "ENGINES", (engine,))
+        by_plan(patch, self.by, self.plan, self.slices, **{} if self.by is tiled else {"emulate": self.copies})
         bias = (random(self.b[-1]), "float32") if self.with_bias else None
         transposes = {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
         types = self.dtype, self.dtype, "float16"

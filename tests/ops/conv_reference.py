@@ -55,7 +55,7 @@ class Case:
 
 
 def patches(x: Array, case: Case) -> Array:
-    """x's windows, (n, groups, c, KH, KW, OH, OW)."""
+    """x's windows, (n, groups, c * KH * KW, OH * OW)."""
     (ph, pw), (sh, sw), (dh, dw) = case.pad, case.stride, case.dilation
     padded = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
     oh, ow = case.window.output(case.image, case.kernel)
@@ -65,29 +65,33 @@ def patches(x: Array, case: Case) -> Array:
         for j in range(case.kernel[1])
     ]
     stacked = np.stack(taps, axis=2)
-    return stacked.reshape(len(x), case.groups, case.c, *case.kernel, oh, ow)
+    return stacked.reshape(len(x), case.groups, case.c * len(taps), oh * ow)
 
 
+# What is not finite makes NaN of products with zero, as it must.
+@np.errstate(invalid="ignore")
 def forward(x: Array, w: Array, case: Case) -> Array:
-    w = w.reshape(case.groups, case.f, case.c, *case.kernel)
-    out = np.einsum("ngcijrq,gfcij->ngfrq", patches(x, case), w)
-    return out.reshape(len(x), case.groups * case.f, *out.shape[3:])
+    out = w.reshape(case.groups, case.f, w[0].size) @ patches(x, case)
+    return out.reshape(len(x), case.groups * case.f, *case.window.output(case.image, case.kernel))
 
 
+@np.errstate(invalid="ignore")
 def weight_grad(x: Array, g: Array, case: Case) -> Array:
-    g = g.reshape(len(g), case.groups, case.f, *g.shape[2:])
-    return np.einsum("ngcijrq,ngfrq->gfcij", patches(x, case), g).reshape(case.groups * case.f, case.c, *case.kernel)
+    g = g.reshape(len(g), case.groups, case.f, g.shape[2] * g.shape[3])
+    each = g @ np.swapaxes(patches(x, case), -1, -2)
+    return each.sum(0).reshape(case.groups * case.f, case.c, *case.kernel)
 
 
+@np.errstate(invalid="ignore")
 def input_grad(g: Array, w: Array, case: Case) -> Array:
     (ph, pw), (sh, sw), (dh, dw) = case.pad, case.stride, case.dilation
     (h, wd), (oh, ow) = case.image, g.shape[2:]
-    g = g.reshape(len(g), case.groups, case.f, oh, ow)
+    g = g.reshape(len(g), case.groups, case.f, oh * ow)
     w = w.reshape(case.groups, case.f, case.c, *case.kernel)
     padded = np.zeros((len(g), case.groups * case.c, h + 2 * ph, wd + 2 * pw))
     for i in range(case.kernel[0]):
         for j in range(case.kernel[1]):
-            part = np.einsum("ngfrq,gfc->ngcrq", g, w[..., i, j]).reshape(len(g), case.groups * case.c, oh, ow)
+            part = (np.swapaxes(w[..., i, j], -1, -2) @ g).reshape(len(g), case.groups * case.c, oh, ow)
             padded[:, :, i * dh : i * dh + (oh - 1) * sh + 1 : sh, j * dw : j * dw + (ow - 1) * sw + 1 : sw] += part
     return padded[:, :, ph : ph + h, pw : pw + wd]
 

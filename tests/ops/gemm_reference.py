@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
-from clamp.ops.gemm import gemm
+from clamp.ops.engine import always
+from clamp.ops.gemm import engines, gemm
 from tests.reference import assert_close, quantize, to_device
 
 TRANSPOSES = pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
@@ -27,6 +30,20 @@ def swap(x: Array, transpose: bool) -> Array:
 
 def stored(x: Array, dtype: str) -> Array:
     return quantize(x, dtype).astype(np.float64)
+
+
+def by_plan(patch: pytest.MonkeyPatch, unit: Any, plan: Any, slices: int = 1, **options: Any) -> str:
+    """Makes gemm know an engine of one plan only, and returns its name.
+
+    Args:
+        unit: a matrix unit, or the tiled engine.
+        options: of the unit, as ``emulate``.
+    """
+    run = partial(unit.compute, plan=plan, slices=slices, **options)
+    words = {"NAME": "planned", "TAKES": "anything that it multiplies", "IN_WORDS": "by a plan"}
+    engine = SimpleNamespace(**words, fits=always, pays=always, pack=unit.pack, run=run)
+    patch.setattr(engines, "ENGINES", (engine,))
+    return "planned"
 
 
 def check(
@@ -62,3 +79,15 @@ def check(
         expected = np.maximum(expected, 0)
     assert_close(result, expected, slack=(a.shape[-1] + 1) * 2.0**-24 * magnitude)
     return result
+
+
+def check_special_values(queue: cl.CommandQueue, n: int, types: tuple[str, str], engine: str) -> None:
+    """Infinities, NaNs, a negative zero and what is subnormal in half go where numpy puts them."""
+    a, b = random(15, 19), random(19, n, seed=1)
+    a[2, 3], a[5, 0], a[14, 18], a[7, 7] = np.inf, np.nan, -np.inf, -0.0
+    b[4, 6], b[18, n - 1], b[3, 8], b[9, 0] = np.nan, np.inf, 0.0, 6e-8
+    x, y = stored(a, types[0]), stored(b, types[1])
+    result = gemm(to_device(queue, a, types[0]), to_device(queue, b, types[1]), out_dtype="float32", engine=engine)
+    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
+    with np.errstate(invalid="ignore"):
+        assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)

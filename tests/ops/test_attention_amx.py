@@ -143,6 +143,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize(("old", "new"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
 @pytest.mark.long
+@pytest.mark.once
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
-from clamp.ops.conv import Window, amx, engines, stage, tiled
+from clamp.ops.conv import amx, engines, stage, tiled
 from clamp.ops.engine import always
 from tests.ops.conv_reference import BFLOAT16_ENGINES, Case, check, forward, storage_of
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
@@ -96,7 +96,8 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, en
     case = Case(1, 1, 2, (3, 5), (3, 3), pad=(1, 1)) if simulated else Case(2, 2, 5, (5, 18), (3, 3), pad=(1, 1))
     grad_dtype = w_dtype if engine in BFLOAT16_ENGINES else out_dtype
     check(queue, case, engine, (x_dtype, w_dtype, grad_dtype, out_dtype), with_bias=False)
-    check(queue, case, engine, (x_dtype,) * 4)
+    if not simulated:  # slow there; geometries are of one type as well
+        check(queue, case, engine, (x_dtype,) * 4)
 
 
 @ENGINES
@@ -136,8 +137,13 @@ def test_as_if_there_were_too_many_positions_for_32_bits(
 
 
 @pytest.mark.parametrize("engine", ["dot_bf16", "packed", "tiled"])
-def test_a_batch_in_slices(queue: cl.CommandQueue, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1500)
+def test_a_batch_in_slices(
+    queue: cl.CommandQueue, simulated: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "_WORKSPACE_BYTES", 1 if simulated else 1500)
+    if simulated:
+        check(queue, Case(2, 1, 2, (3, 4), (3, 3), (2, 2), (1, 1)), engine)
+        return
     check(queue, Case(3, 2, 3, (5, 6), (3, 3), (2, 2), (1, 1)), engine)
     check(queue, Case(3, 1, 2, (5, 6), (3, 3), pad=(1, 1), groups=2), engine)
 
@@ -152,7 +158,7 @@ def test_nothing_to_sum(queue: cl.CommandQueue, shape: tuple[int, ...], engine: 
 
 @ENGINES
 def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str) -> None:
-    infinities_and_nan_stay_where_they_are(queue, engine, "bfloat16" if engine in BFLOAT16_ENGINES else "float32")
+    infinities_and_nan_stay_where_they_are(queue, engine, storage_of(engine))
 
 
 def infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str, dtype: str) -> None:
@@ -161,16 +167,19 @@ def infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, engine: str, 
     x[0, 0, 0, 0], x[0, 0, 2, 20], x[0, 0, 1, 39] = np.inf, np.nan, -np.inf
     w = np.abs(w)
     tensors = to_device(queue, x, dtype), to_device(queue, w, dtype)
-    y = ops.conv2d(*tensors, case.window, out_dtype="float16", relu=True, engine=engine)
-    with np.errstate(invalid="ignore"):
-        expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)  # type: ignore[call-arg]
-        expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
+    y = ops.conv2d(*tensors, case.window, out_dtype=dtype, relu=True, engine=engine)
+    expected = forward(*(quantize(a, dtype).astype(np.float64) for a in (x, w)), case)  # type: ignore[call-arg]
+    expected = np.where(np.isnan(expected), np.nan, np.maximum(expected, 0))
     assert_close(y, expected, slack=1e-3)
     assert np.isnan(to_numpy(y)).sum() == 6
 
 
 @ENGINES
 def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.CommandQueue, engine: str) -> None:
+    weights_whose_sums_do_not_read_an_infinity_stay_finite(queue, engine)
+
+
+def weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.CommandQueue, engine: str) -> None:
     """Rows of five outputs: what lies behind them in memory belongs to other weights, or to the next row."""
     case = Case(1, 1, 1, (3, 7), (3, 3))
     x, _, g = case.arrays()
@@ -181,8 +190,8 @@ def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(queue: cl.Comman
 
 
 @ENGINES
-def test_repeatable(queue: cl.CommandQueue, engine: str) -> None:
-    case = Case(2, 3, 5, (9, 11), (3, 3), (2, 2), (1, 1))
+def test_repeatable(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
+    case = Case(2, 1 if simulated else 3, 2 if simulated else 5, (9, 11), (3, 3), (2, 2), (1, 1))
     x, _, g = case.arrays()
     tensors = to_device(queue, x, storage_of(engine)), to_device(queue, g, storage_of(engine))
     runs = [
@@ -207,21 +216,3 @@ def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, engine: str
         Case(2, 16, 24, (15, 17), (5, 5), pad=(2, 2), groups=4),
     ):
         check(queue, case, engine)
-
-
-def test_shapes_that_do_not_fit(queue: cl.CommandQueue) -> None:
-    x, w = to_device(queue, np.ones((1, 2, 3, 3))), to_device(queue, np.ones((4, 2, 5, 5)))
-    with pytest.raises(ValueError, match="larger than the padded image"):
-        ops.conv2d(x, w, Window(), out_dtype="float32")
-    with pytest.raises(ValueError, match="do not fit"):
-        ops.conv2d(x, w, Window(groups=2, pad=(2, 2)), out_dtype="float32")
-    with pytest.raises(ValueError, match="winograd"):
-        ops.conv2d(x, w, Window(pad=(2, 2)), out_dtype="float32", engine="winograd")
-    with pytest.raises(ValueError, match="do not fit"):
-        ops.conv2d_input_grad(x, w, (3, 3), Window(pad=(2, 2)), out_dtype="float32")
-    for engine in (each.NAME for each in engines.ENGINES):
-        grad = to_device(queue, np.ones((1, 4, 1, 300)), storage_of(engine))
-        with pytest.raises(ValueError, match=r"image \(5, 5\) do not fit"):
-            ops.conv2d_input_grad(grad, w, (5, 5), Window(), out_dtype="float16", engine=engine)
-    with pytest.raises(ValueError, match="do not fit"):
-        ops.conv2d_weight_grad(x, x, (5, 5), Window(), out_dtype="float32")

@@ -13,8 +13,8 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm, pack_b, rounds_as_it_reads
-from tests.ops.gemm_reference import TRANSPOSES, Array, check, random, stored, swap
-from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
+from tests.ops.gemm_reference import TRANSPOSES, Array, check, check_special_values, random, swap
+from tests.reference import MIXTURES, STORAGE_DTYPES, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
@@ -26,7 +26,25 @@ SPECIAL = np.array(
 )  # fmt: skip
 
 ANY_TYPE_ENGINES = ("packed", "tiled")
-ENGINES = pytest.mark.parametrize("engine", ["direct", *ANY_TYPE_ENGINES])
+ENGINES = pytest.mark.parametrize("engine", ["direct", *ANY_TYPE_ENGINES, "dot_bf16"])
+
+
+@pytest.fixture(autouse=True)
+def _engine_that_runs_here(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> None:
+    """Skips what needs an instruction that the processor lacks."""
+    engine = request.node.callspec.params.get("engine") if hasattr(request.node, "callspec") else None
+    if engine == "dot_bf16" and not capabilities(queue).dot_bf16:
+        pytest.skip("no bfloat16 dot product here")
+
+
+def storage_of(engine: str) -> str:
+    """A type of 16 bits that an engine multiplies."""
+    return "bfloat16" if engine == "dot_bf16" else "float16"
+
+
+def alike(engine: str) -> tuple[str, str, str]:
+    """That of both operands and the result."""
+    return (storage_of(engine),) * 3
 
 
 # ------------------------------------------------------------------------------------------- shapes, layouts
@@ -36,12 +54,13 @@ ENGINES = pytest.mark.parametrize("engine", ["direct", *ANY_TYPE_ENGINES])
 @TRANSPOSES
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 16), (13, 33, 17), (24, 65, 33)],
+    [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 64), (13, 33, 17), (24, 65, 33)],
 )
 def test_shapes(
     queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
 ) -> None:
-    check(queue, random(m, k), random(k, n), transpose_a=transpose_a, transpose_b=transpose_b, engine=engine)
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 
 
 @ENGINES
@@ -49,12 +68,13 @@ def test_shapes(
 def test_large_odd_shape(
     queue: cl.CommandQueue, simulated: bool, transpose_a: bool, transpose_b: bool, engine: str
 ) -> None:
-    m, n, k = (66, 18, 35) if simulated else (211, 613, 523)
-    check(queue, random(m, k), random(k, n), transpose_a=transpose_a, transpose_b=transpose_b, engine=engine)
+    m, n, k = (66, 18, 35) if simulated else (211, 613, 1031)
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 
 
 @ENGINES
-@pytest.mark.parametrize("k", [255, 256, 257, 512, 513])
+@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 255, 256, 257, 511, 512, 513, 1025])
 def test_k_around_its_blocks(queue: cl.CommandQueue, simulated: bool, k: int, engine: str) -> None:
     if simulated and engine == "tiled":
         pytest.skip("the tiled engine has no such blocks, and is slow to simulate")
@@ -65,20 +85,20 @@ def test_k_around_its_blocks(queue: cl.CommandQueue, simulated: bool, k: int, en
 @ENGINES
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 5, 0)])
 def test_empty_result(queue: cl.CommandQueue, m: int, n: int, k: int, engine: str) -> None:
-    result = check(queue, np.zeros((m, k)), np.zeros((k, n)), engine=engine)
+    result = check(queue, np.zeros((m, k)), np.zeros((k, n)), alike(engine), engine=engine)
     assert result.shape == (m, n)
 
 
 @ENGINES
 def test_empty_batch(queue: cl.CommandQueue, engine: str) -> None:
-    assert check(queue, np.zeros((0, 2, 3)), np.zeros((3, 4)), engine=engine).shape == (0, 2, 4)
+    assert check(queue, np.zeros((0, 2, 3)), np.zeros((3, 4)), alike(engine), engine=engine).shape == (0, 2, 4)
 
 
 @ENGINES
 def test_sum_of_nothing_is_the_epilogue(queue: cl.CommandQueue, engine: str) -> None:
-    bias = np.array([1.5, -2.0, 0.25])
-    check(queue, np.zeros((2, 0)), np.zeros((0, 3)), engine=engine)
-    check(queue, np.zeros((2, 2, 0)), np.zeros((2, 0, 3)), bias=(bias, "float16"), relu=True, engine=engine)
+    bias, types = (np.array([1.5, -2.0, 0.25]), "float16"), alike(engine)
+    check(queue, np.zeros((2, 0)), np.zeros((0, 3)), types, engine=engine)
+    check(queue, np.zeros((2, 2, 0)), np.zeros((2, 0, 3)), types, bias=bias, relu=True, engine=engine)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -119,11 +139,7 @@ def test_any_problem(
 
 
 @pytest.mark.parametrize("engine", ANY_TYPE_ENGINES)
-@pytest.mark.parametrize(
-    ("a_type", "b_type", "out_dtype"),
-    # nine of the 27: each pair of types stands in each pair of places
-    [(x, y, STORAGE_DTYPES[(i + j) % 3]) for i, x in enumerate(STORAGE_DTYPES) for j, y in enumerate(STORAGE_DTYPES)],
-)
+@pytest.mark.parametrize(("a_type", "b_type", "out_dtype"), MIXTURES)
 def test_every_mixture_of_storage_types(
     queue: cl.CommandQueue, a_type: str, b_type: str, out_dtype: str, engine: str
 ) -> None:
@@ -173,9 +189,11 @@ def test_small_products_have_the_bits_of_large_ones(
     ],
 )
 def test_float32_is_rounded_as_it_is_read(
-    queue: cl.CommandQueue, m: int, n: int, k: int, reads: str, transpose_a: bool, transpose_b: bool
+    queue: cl.CommandQueue, simulated: bool, m: int, n: int, k: int, reads: str, transpose_a: bool, transpose_b: bool
 ) -> None:
     """Product and copy have the bits of a cast before it, special values included."""
+    if simulated and m * n * k > 25_000:
+        pytest.skip("slow to simulate")
     left, right = random(m, k), random(k, n, seed=1)
     for values in (left, right):  # beside those that become inf times 0, and nan
         values.flat[::7] = np.resize(SPECIAL, values.flat[::7].shape)
@@ -206,14 +224,14 @@ def test_other_engines_take_what_has_been_cast(queue: cl.CommandQueue, engine: s
 def test_epilogue(queue: cl.CommandQueue, out_dtype: str, bias_type: str, engine: str) -> None:
     bias = (random(45) * 5, bias_type)
     for relu in (False, True):
-        types = ("float16", "float16", out_dtype)
+        types = (*alike(engine)[:2], out_dtype)
         check(queue, random(14, 9), random(9, 45), types, bias=bias, relu=relu, engine=engine)
 
 
 @ENGINES
 def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, engine: str) -> None:
     # 2049 is no half: rounded before the bias is added the result would be 2047 or 2049, not 2048.
-    a, b = to_device(queue, [[1.0, 1.0]], "float16"), to_device(queue, [[2048.0], [1.0]], "float16")
+    a, b = (to_device(queue, x, storage_of(engine)) for x in ([[1.0, 1.0]], [[2048.0], [1.0]]))
     bias = to_device(queue, [-1.0])
     assert to_numpy(gemm(a, b, bias=bias, out_dtype="float16", engine=engine)) == 2048.0
 
@@ -228,11 +246,12 @@ def test_batches(queue: cl.CommandQueue, batches: str, transpose_a: bool, transp
     a = random(*(() if batches == "b" else (2, 3)), 13, 10)
     b = random(*(() if batches == "a" else (2, 3)), 10, 35, seed=1)
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    check(queue, a, b, bias=(random(35), "float32"), engine=engine, **transposes)
+    check(queue, a, b, alike(engine), bias=(random(35), "float32"), engine=engine, **transposes)
 
 
-def test_batch_crosses_k_blocks(queue: cl.CommandQueue) -> None:
-    check(queue, random(3, 13, 300), random(3, 300, 33, seed=1), engine="packed")
+@pytest.mark.parametrize(("engine", "k"), [("packed", 300), ("dot_bf16", 600)])
+def test_batch_crosses_k_blocks(queue: cl.CommandQueue, engine: str, k: int) -> None:
+    check(queue, random(3, 13, k), random(3, k, 33, seed=1), alike(engine), engine=engine)
 
 
 @ENGINES
@@ -247,7 +266,7 @@ def test_all_scratch_memory_is_written(
     empty = bridge.empty
     monkeypatch.setattr(bridge, "empty", lambda *args: [made.append(empty(*args)), made[-1]][1])
     a, b = random(*[3] * (batches != "b"), 13, 300), random(*[3] * (batches != "a"), 300, n, seed=1)
-    check(queue, a, b, engine=engine)
+    check(queue, a, b, alike(engine), engine=engine)
     assert made
     for tensor in made:
         assert not np.isnan(to_numpy(tensor)).any()
@@ -272,11 +291,11 @@ def test_a_batch_is_rounded_as_it_is_read(
 @ENGINES
 @pytest.mark.parametrize("transpose", [False, True])
 def test_packed_b_serves_many_calls(queue: cl.CommandQueue, transpose: bool, engine: str) -> None:
-    b = random(21, 37)
-    packed = pack_b(to_device(queue, swap(b, transpose), "float16"), transpose=transpose, engine=engine)
+    b, dtype = random(21, 37), storage_of(engine)
+    packed = pack_b(to_device(queue, swap(b, transpose), dtype), transpose=transpose, engine=engine)
     for m in (1, 30):
-        a = to_device(queue, random(m, 21), "float16")
-        expected = gemm(a, to_device(queue, b, "float16"), out_dtype="float16", engine=engine)
+        a = to_device(queue, random(m, 21), dtype)
+        expected = gemm(a, to_device(queue, b, dtype), out_dtype="float16", engine=engine)
         np.testing.assert_array_equal(gemm(a, packed, out_dtype="float16").to_host(), expected.to_host())
 
 
@@ -284,7 +303,7 @@ def test_packed_b_serves_many_calls(queue: cl.CommandQueue, transpose: bool, eng
 
 
 def ones(queue: cl.CommandQueue, m: int, n: int, k: int, out_dtype: str, engine: str) -> Array:
-    a, b = to_device(queue, np.ones((m, k)), "float16"), to_device(queue, np.ones((k, n)), "float16")
+    a, b = (to_device(queue, np.ones(shape), storage_of(engine)) for shape in ((m, k), (k, n)))
     return to_numpy(gemm(a, b, out_dtype=out_dtype, engine=engine))
 
 
@@ -305,24 +324,16 @@ def test_long_sums_are_exact(
 
 
 @ENGINES
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_special_values_go_where_numpy_puts_them(queue: cl.CommandQueue, engine: str) -> None:
-    a = random(15, 19)
-    b = random(19, 35, seed=1)
-    a[2, 3], a[5, 0], a[14, 18], a[7, 7] = np.inf, np.nan, -np.inf, -0.0
-    b[4, 6], b[18, 34], b[3, 8], b[9, 0] = np.nan, np.inf, 0.0, 6e-8
-    x, y = stored(a, "float16"), stored(b, "float16")
-    result = gemm(to_device(queue, a, "float16"), to_device(queue, b, "float16"), out_dtype="float32", engine=engine)
-    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
-    assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
+    check_special_values(queue, 35, alike(engine)[:2], engine)
 
 
 @ENGINES
 def test_half_subnormals_and_overflow(queue: cl.CommandQueue, engine: str) -> None:
     a = np.array([[2.0**-24, 0.0], [65504.0, 65504.0], [65504.0, -65504.0], [-65504.0, -65504.0], [-0.0, 0.0]])
     b = np.array([[1.0, 1024.0, 0.5], [1.0, 1024.0, 0.5]])
-    check(queue, a, b, ("float16", "float16", "float16"), engine=engine)
-    check(queue, a, b, ("float16", "float16", "float32"), engine=engine)
+    for out_dtype in ("float16", "float32"):
+        check(queue, a, b, (*alike(engine)[:2], out_dtype), engine=engine)
 
 
 @ENGINES
@@ -331,14 +342,15 @@ def test_relu_keeps_nan_and_clips_minus_infinity(queue: cl.CommandQueue, n: int,
     a = np.ones((12, 1))
     b = np.zeros((1, n))
     b[0, :3] = np.nan, -np.inf, np.inf
-    result = to_numpy(gemm(to_device(queue, a), to_device(queue, b), out_dtype="float16", relu=True, engine=engine))
+    x, y = to_device(queue, a, storage_of(engine)), to_device(queue, b, storage_of(engine))
+    result = to_numpy(gemm(x, y, out_dtype="float16", relu=True, engine=engine))
     np.testing.assert_array_equal(result, np.broadcast_to(np.where(b == -np.inf, 0.0, b), (12, n)))
 
 
 @ENGINES
 def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
     m, n, k = (13, 33, 40) if simulated else (130, 290, 600)
-    a, b = to_device(queue, random(m, k), "float16"), to_device(queue, random(k, n), "float16")
+    a, b = to_device(queue, random(m, k), storage_of(engine)), to_device(queue, random(k, n), storage_of(engine))
     first = gemm(a, b, out_dtype="float32", engine=engine).to_host()
     for _ in range(3):
         np.testing.assert_array_equal(gemm(a, b, out_dtype="float32", engine=engine).to_host(), first)
@@ -346,97 +358,44 @@ def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, engine: st
 
 @pytest.mark.slow
 @ENGINES
-@TRANSPOSES
-def test_full_size(queue: cl.CommandQueue, simulated: bool, transpose_a: bool, transpose_b: bool, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "k", "transpose_a", "transpose_b"),
+    [
+        (512, 512, 1024, False, True),
+        (997, 509, 1013, True, False),
+        (8, 2048, 4096, False, False),
+        (2048, 10, 300, True, True),
+    ],
+)
+def test_full_size(
+    queue: cl.CommandQueue, simulated: bool, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
+) -> None:
     if simulated:
         pytest.skip("too large for the simulator")
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    for m, n, k in [(1024, 1024, 1024), (997, 1009, 1013), (8, 2048, 4096), (2048, 10, 300)]:
-        check(queue, random(m, k), random(k, n), engine=engine, **transposes)
+    check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 
 
-# -------------------------------------------------------------------------- the processor's bfloat16 dot product
-
-BF16 = ("bfloat16", "bfloat16", "float32")
-
-
-@pytest.fixture
-def dot_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
+def test_integers_are_summed_exactly(queue: cl.CommandQueue) -> None:
     if not capabilities(queue).dot_bf16:
         pytest.skip("no bfloat16 dot product here")
-    return queue
-
-
-@TRANSPOSES
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 64), (13, 33, 65), (111, 290, 1031)]
-)
-def test_dot_shapes(dot_queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> None:
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    check(dot_queue, random(m, k), random(k, n), BF16, engine="dot_bf16", **transposes)
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 31, 32, 33, 511, 512, 513, 514, 1024, 1025])
-def test_dot_k_around_its_blocks(dot_queue: cl.CommandQueue, k: int) -> None:
-    a, b = random(13, k), random(k, 45)
-    check(dot_queue, a, b, BF16, bias=(random(45), "bfloat16"), relu=True, engine="dot_bf16")
-
-
-@pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
-def test_dot_batches_and_epilogues(dot_queue: cl.CommandQueue, out_dtype: str) -> None:
-    types, bias = ("bfloat16", "bfloat16", out_dtype), (random(49), "float16")
-    for a, b in [((3, 13, 600), (3, 600, 49)), ((600, 9), (2, 9, 49)), ((2, 25, 9), (9, 49))]:
-        check(dot_queue, random(*a), random(*b), types, bias=bias, relu=True, engine="dot_bf16")
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-def test_dot_special_values(dot_queue: cl.CommandQueue) -> None:
-    a, b = random(15, 19), random(19, 35, seed=1)
-    a[2, 3], a[5, 0], a[14, 18], b[4, 6], b[18, 34], b[3, 8] = np.inf, np.nan, -np.inf, np.nan, np.inf, 0.0
-    x, y = stored(a, "bfloat16"), stored(b, "bfloat16")
-    x_device, y_device = to_device(dot_queue, a, "bfloat16"), to_device(dot_queue, b, "bfloat16")
-    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
-    result = gemm(x_device, y_device, out_dtype="float32", engine="dot_bf16")
-    assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
-
-
-def test_dot_is_exact_for_integers_and_repeats(dot_queue: cl.CommandQueue) -> None:
     a, b = np.round(random(30, 65536) * 2), np.ones((65536, 3))
-    x, y = to_device(dot_queue, a, "bfloat16"), to_device(dot_queue, b, "bfloat16")
+    x, y = to_device(queue, a, "bfloat16"), to_device(queue, b, "bfloat16")
     packed = pack_b(y, engine="dot_bf16")
     for _ in range(2):
         np.testing.assert_array_equal(to_numpy(gemm(x, packed, out_dtype="float32")), a @ b)
 
 
-def test_panels_of_bfloat16_pairs_serve_bfloat16_only(dot_queue: cl.CommandQueue) -> None:
-    a, b = to_device(dot_queue, random(2, 3), "float16"), to_device(dot_queue, random(3, 4), "bfloat16")
+def test_panels_of_bfloat16_pairs_serve_bfloat16_only(queue: cl.CommandQueue) -> None:
+    if not capabilities(queue).dot_bf16:
+        pytest.skip("no bfloat16 dot product here")
+    a, b = to_device(queue, random(2, 3), "float16"), to_device(queue, random(3, 4), "bfloat16")
     with pytest.raises(ValueError, match=r"gemm.*float16 by bfloat16.*a_dtype"):
         gemm(a, pack_b(b, engine="dot_bf16"), out_dtype="float16")
     gemm(a, pack_b(b, a_dtype="float16"), out_dtype="float16")
 
 
 # ---------------------------------------------------------------------------------------------------- errors
-
-
-def test_errors_name_the_shapes_and_the_way_out(queue: cl.CommandQueue) -> None:
-    def zeros(*shape: int, dtype: str = "float16") -> Tensor:
-        return to_device(queue, np.zeros(shape), dtype)
-
-    a = zeros(2, 3)
-    with pytest.raises(ValueError, match=r"gemm: op\(a\) \(2, 3\) @ op\(b\) \(4, 5\).*3 and 4 differ.*transpose_b"):
-        gemm(a, zeros(4, 5), out_dtype="float16")
-    with pytest.raises(ValueError, match=r"gemm.*leading dimensions \(2,\) and \(3,\) differ"):
-        gemm(zeros(2, 4, 3), zeros(3, 3, 5), out_dtype="float16")
-    with pytest.raises(ValueError, match=r"gemm: a has shape \(3,\).*reshape"):
-        gemm(zeros(3), zeros(3, 4), out_dtype="float16")
-    with pytest.raises(ValueError, match=r"gemm.*bias has shape \(5,\); it must be \(4,\)"):
-        gemm(a, zeros(3, 4), bias=zeros(5), out_dtype="float16")
-    with pytest.raises(ValueError, match="gemm: out_dtype is 'float64'"):
-        gemm(a, zeros(3, 4), out_dtype="float64")
-    with pytest.raises(ValueError, match="gemm: b is packed already"):
-        gemm(a, pack_b(zeros(4, 3), transpose=True), transpose_b=True, out_dtype="float16")
-    with pytest.raises(ValueError, match="gemm: b is int32; cast"):
-        gemm(a, Tensor.from_shape(queue, (3, 4), dtype="int32"), out_dtype="float16")
 
 
 def test_tensors_of_two_queues_are_refused(queue: cl.CommandQueue) -> None:

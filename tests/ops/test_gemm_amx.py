@@ -282,6 +282,7 @@ MUTANTS = [
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
 @pytest.mark.long
+@pytest.mark.once
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, simulated: bool, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch, old: str,
     new: str, case: Case,

@@ -133,17 +133,21 @@ def box_reference(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.mark.parametrize(
-    ("plan", "pred", "target", "weight"),
+    ("kind", "plan", "pred", "target", "weight"),
+    # every kind with each of both 16-bit types in each place, and on both plans; float32 by one
     [
-        ("own plan", "float32", "float32", "float32"),
-        ("own plan", "float16", "float32", "bfloat16"),
-        ("own plan", "bfloat16", "bfloat16", "float16"),
-        ("other plan", "float16", "float16", "float16"),
+        ("weighted_smooth_l1", "own plan", "float16", "float32", "bfloat16"),
+        ("weighted_smooth_l1", "other plan", "bfloat16", "bfloat16", "float16"),
+        ("weighted_bce", "own plan", "bfloat16", "float16", "float32"),
+        ("weighted_bce", "other plan", "float16", "bfloat16", "float16"),
+        ("detection", "own plan", "float16", "float16", "bfloat16"),
+        ("detection", "other plan", "bfloat16", "float32", "float16"),
+        ("detection", "own plan", "float32", "float32", "float32"),
     ],
     indirect=["plan"],
 )
 def test_weighted_losses_and_gradients(
-    queue: cl.CommandQueue, plan: None, simulated: bool, pred: str, target: str, weight: str
+    queue: cl.CommandQueue, plan: None, simulated: bool, kind: str, pred: str, target: str, weight: str
 ) -> None:
     rng = np.random.default_rng(10)
     for size in (1, 17, 600) if simulated else (1, 17, 131, 40_003):
@@ -156,22 +160,25 @@ def test_weighted_losses_and_gradients(
         l1_slope = np.where(near, d / float(np.float32(0.3)), np.sign(d))
         bce, bce_slope = probability_bce_reference(ph, th)
         both = ops.detection_constants(0.3, P_EPSILON, 0.25, 2.0)
-        for kind, operands, constants, terms, slope in (
-            ("weighted_smooth_l1", (p, t, w), beta, wh * l1, wh * l1_slope),
-            ("weighted_bce", (p, t, w), ops.bce_constants(P_EPSILON), wh * bce, wh * bce_slope),
-            ("detection", (p, t, w, v), both, 0.25 * wh * bce + 2 * vh * l1, 0.25 * wh * bce_slope + 2 * vh * l1_slope),
-        ):
-            total = np.abs(terms).sum()
-            assert_close(ops.loss_sum(kind, operands, constants), [terms.sum()], slack=(16 + size / 512) * EPS * total)
-            # d - beta / 2 cancels next to beta / 2; a weight multiplies the result.
-            assert_close(ops.loss_terms(kind, operands, "float32", constants), terms, slack=16 * EPS * (terms + 2))
-            steep = np.abs(slope) + 0.25 * wh * np.abs(bce_slope) + 4
-            for out, incoming in ((pred, 1.0), (pred, 512.0)):
-                result = ops.loss_gradient(kind, operands, to_device(queue, [incoming]), out, constants)
-                assert_close(result, slope * incoming, slack=8 * EPS * steep * incoming)
-        g = to_device(queue, rng.standard_normal(size), pred)
-        result = ops.loss_gradient("weighted_smooth_l1_weight", (p, t, w), g, weight, beta)
-        assert_close(result, to_numpy(g) * l1, slack=8 * EPS * np.abs(to_numpy(g)))
+        operands, constants, terms, slope = {
+            "weighted_smooth_l1": ((p, t, w), beta, wh * l1, wh * l1_slope),
+            "weighted_bce": ((p, t, w), ops.bce_constants(P_EPSILON), wh * bce, wh * bce_slope),
+            "detection": (
+                (p, t, w, v), both, 0.25 * wh * bce + 2 * vh * l1, 0.25 * wh * bce_slope + 2 * vh * l1_slope,
+            ),
+        }[kind]  # fmt: skip
+        total = np.abs(terms).sum()
+        assert_close(ops.loss_sum(kind, operands, constants), [terms.sum()], slack=(16 + size / 512) * EPS * total)
+        # d - beta / 2 cancels next to beta / 2; a weight multiplies the result.
+        assert_close(ops.loss_terms(kind, operands, "float32", constants), terms, slack=16 * EPS * (terms + 2))
+        steep = np.abs(slope) + 0.25 * wh * np.abs(bce_slope) + 4
+        for incoming in (1.0, 512.0):
+            result = ops.loss_gradient(kind, operands, to_device(queue, [incoming]), pred, constants)
+            assert_close(result, slope * incoming, slack=8 * EPS * steep * incoming)
+        if kind == "weighted_smooth_l1":
+            g = to_device(queue, rng.standard_normal(size), pred)
+            result = ops.loss_gradient("weighted_smooth_l1_weight", (p, t, w), g, weight, beta)
+            assert_close(result, to_numpy(g) * l1, slack=8 * EPS * np.abs(to_numpy(g)))
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)

@@ -51,14 +51,6 @@ def test_special_values(queue: cl.CommandQueue, dtype: str) -> None:
     np.testing.assert_array_equal(to_numpy(masked_fill_backward(tensor, everywhere, out_dtype=dtype)), 0)
 
 
-def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
-    x, mask = to_device(queue, np.ones((2, 3))), to_device(queue, np.ones(4))
-    assert masked_fill(to_device(queue, np.empty((0, 3))), mask, 0.0, out_dtype="float32").shape == (0, 3)
-    for function in (
-        lambda: masked_fill(x, mask, 0.0, out_dtype="float32"),
-        lambda: masked_fill_backward(x, mask, out_dtype="float32"),
-    ):
-        with pytest.raises(ValueError, match="4 elements do not divide 6"):
-            function()
-    with pytest.raises(ValueError, match="0 elements"):
-        masked_fill(x, to_device(queue, np.empty(0)), 0.0, out_dtype="float32")
+def test_empty(queue: cl.CommandQueue) -> None:
+    nothing = to_device(queue, np.empty((0, 3)))
+    assert masked_fill(nothing, to_device(queue, np.ones(4)), 0.0, out_dtype="float32").shape == (0, 3)

@@ -1,14 +1,13 @@
-"""Products on matrix units against float64 of the stored values: in plain C on any device (EMULATE), by the
-instructions where the device has them."""
+"""Products by a plan against float64 of the stored values: on matrix units, in plain C on any device (EMULATE), by the
+instructions where the device has them; and by the tiled engine, of which test_gemm_tiled.py has the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -16,25 +15,25 @@ import pytest
 
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import source
-from clamp.ops.engine import always
-from clamp.ops.gemm import engines, gemm
+from clamp.ops.gemm import gemm, tiled
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, MMA_K8, RDNA3, RDNA4, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, to_device, to_numpy
+from tests.ops.gemm_reference import TRANSPOSES, by_plan, check, check_special_values, random
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
 pytestmark = [pytest.mark.kernel, pytest.mark.once]
 
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # and when copies to local memory arrive (kernels/async_copy.clh)
 #: small ones: mma's have lines of 2, 4 and 8 pieces, whichever dimension these run along; wgmma's, several blocks
-SMALL = {
+SMALL: dict[Any, tuple[Plan, ...]] = {
     MMA: (Plan(16, 32, 16, 2, (1, 1)), Plan(32, 64, 32, 3, (1, 2)), Plan(64, 32, 64, 4, (2, 1))),
     WGMMA: (Plan(64, 64, 64, 3, (4, 1)), Plan(64, 128, 64, 3, (4, 1)), Plan(128, 64, 64, 4, (8, 1))),
 }
 for other in (RDNA3, RDNA4, DPAS_8, DPAS_16):
     SMALL[other] = tuple(replace(plan, lanes=other.plans[0].lanes) for plan in SMALL[MMA])
+SMALL[tiled] = tiled.PLANS[3], tiled.PLANS[1], tiled.PLANS[5]
 #: of a plan's tile, more or fewer: whole tiles; rows of whole pieces of 16 bytes; any rows
 SHAPES = (
     lambda plan: (plan.rows, plan.columns, plan.k * 3),
@@ -42,7 +41,8 @@ SHAPES = (
     lambda plan: (8, 16, 24),
     lambda plan: (plan.rows - 1, plan.columns + 3, plan.k + 5),
     lambda plan: (plan.rows + 1, 1, plan.k * 4 + 3),
-    lambda plan: (1, plan.columns - 27, 1),
+    lambda plan: (1, plan.columns + 5, 1),
+    lambda plan: (7, 5, 3),
 )
 PLACES = Path(__file__).with_name("places.cl")
 
@@ -50,9 +50,9 @@ Emulate = Callable[..., str]
 
 
 #: in plain C mma is the same for each kind of processor
-UNITS = [unit for unit in MATRIX_UNITS if unit is not MMA_K8]
-_NVIDIA = MMA, WGMMA
-_OFTEN = [pytest.param(unit, marks=[] if unit in _NVIDIA else pytest.mark.slow, id=unit.NAME) for unit in UNITS]
+UNITS = [*(unit for unit in MATRIX_UNITS if unit is not MMA_K8), tiled]
+_OFTEN_USED = MMA, WGMMA, tiled
+_OFTEN = [pytest.param(unit, marks=[] if unit in _OFTEN_USED else pytest.mark.slow, id=unit.NAME) for unit in UNITS]
 
 
 @pytest.fixture(params=_OFTEN)
@@ -64,14 +64,10 @@ def unit(request: pytest.FixtureRequest) -> MatrixUnit:
 @pytest.fixture
 def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, unit: MatrixUnit) -> Emulate:
     """Makes gemm know an emulated engine of a plan, and returns its name."""
-    usual = INSTRUCTIONS if unit.may_work(capabilities(queue)) else LATE
+    usual = INSTRUCTIONS if unit is tiled or unit.may_work(capabilities(queue)) else LATE
 
     def make(plan: Plan, slices: int = 1, *, copies: int = usual) -> str:
-        run = partial(unit.compute, plan=plan, slices=slices, emulate=copies)
-        words = {"NAME": "emulated", "TAKES": "anything of 16 bits", "IN_WORDS": "in plain C"}
-        engine = SimpleNamespace(**words, fits=always, pays=always, pack=unit.pack, run=run)
-        monkeypatch.setattr(engines, "ENGINES", (engine,))
-        return "emulated"
+        return by_plan(monkeypatch, unit, plan, slices, **{} if unit is tiled else {"emulate": copies})
 
     return make
 
@@ -82,28 +78,40 @@ def plans(unit: MatrixUnit, simulated: bool) -> tuple[Plan, ...]:
 
 
 @pytest.fixture
-def plan(unit: MatrixUnit) -> Plan:
+def plan(unit: MatrixUnit, simulated: bool) -> Plan:
+    if simulated and unit is WGMMA:
+        pytest.skip("slow to simulate; products in several steps are")
     return SMALL[unit][0]
+
+
+def operands(unit: MatrixUnit, number: int) -> tuple[str, str]:
+    """Storage types in turn: two of one of 16 bits; of the tiled engine any two."""
+    if unit is tiled:
+        return STORAGE_DTYPES[number % 3], STORAGE_DTYPES[number // 3 % 3]
+    return (HALF_DTYPES[number % 2],) * 2
 
 
 # -------------------------------------------------------------------------------------------- shapes and layouts
 
 
 @TRANSPOSES
+@pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("number", sweep(range(len(SHAPES)), lambda n: n == 1))
 def test_shapes(
-    queue: cl.CommandQueue, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool, transpose_b: bool, number: int
-) -> None:
-    for plan in plans:
-        m, n, k = SHAPES[number](plan)
-        dtype = HALF_DTYPES[(number + transpose_a) % 2]
-        check(
-            queue, random(m, k), random(k, n), (dtype, dtype, "float32"), engine=emulate(plan),
-            transpose_a=transpose_a, transpose_b=transpose_b,
-        )  # fmt: skip
+    queue: cl.CommandQueue, unit: MatrixUnit, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool,
+    transpose_b: bool, which: int, number: int,
+) -> None:  # fmt: skip
+    if which >= len(plans):
+        pytest.skip("slow to simulate")
+    plan = plans[which]
+    m, n, k = SHAPES[number](plan)
+    check(
+        queue, random(m, k), random(k, n), (*operands(unit, number + transpose_a), "float32"), engine=emulate(plan),
+        transpose_a=transpose_a, transpose_b=transpose_b,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit not in _NVIDIA], ids=lambda unit: unit.NAME)
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit not in _OFTEN_USED], ids=lambda unit: unit.NAME)
 @pytest.mark.parametrize(
     ("transpose_a", "transpose_b", "copies"), [(0, 0, LATE), (1, 1, AT_ONCE)], ids=["NN, late", "TT, at once"]
 )
@@ -119,6 +127,7 @@ def test_other_makers_units(
 
 
 @TRANSPOSES
+@pytest.mark.parametrize("unit", _OFTEN[:-1], indirect=True)
 @pytest.mark.parametrize("copies", [AT_ONCE, LATE], ids=["at once", "late"])
 def test_many_steps_in_few_stages(
     queue: cl.CommandQueue, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool, transpose_b: bool, copies: int
@@ -130,6 +139,7 @@ def test_many_steps_in_few_stages(
 
 
 @TRANSPOSES
+@pytest.mark.parametrize("unit", _OFTEN[:-1], indirect=True)
 @pytest.mark.parametrize("number", sweep(range(3), lambda n: n == 1))
 def test_the_plans_of_gpus(
     queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool,
@@ -145,11 +155,7 @@ def test_the_plans_of_gpus(
     check(queue, random(m, k), random(k, n), engine=emulate(plan), **transposes)
 
 
-def test_more_bands_of_tiles_than_one(
-    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, plan: Plan
-) -> None:
-    if simulated and unit is WGMMA:
-        pytest.skip("slow to simulate; the bands are mma's as well")
+def test_more_bands_of_tiles_than_one(queue: cl.CommandQueue, emulate: Emulate, plan: Plan) -> None:
     check(queue, random(plan.rows * 10 + 1, 8), random(8, plan.columns * 3), engine=emulate(plan))
 
 
@@ -183,10 +189,11 @@ def test_batches(
 @TRANSPOSES
 @pytest.mark.parametrize(("k", "slices"), sweep([(65, 3), (96, 3), (40, 9)]))
 def test_slices_of_k(
-    queue: cl.CommandQueue, emulate: Emulate, plan: Plan, transpose_a: bool, transpose_b: bool, k: int, slices: int
-) -> None:
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, plan: Plan, transpose_a: bool, transpose_b: bool,
+    k: int, slices: int,
+) -> None:  # fmt: skip
     check(
-        queue, random(16, k), random(k, 33), ("bfloat16", "bfloat16", "float16"), bias=(random(33), "bfloat16"),
+        queue, random(16, k), random(k, 33), (*operands(unit, 5), "float16"), bias=(random(33), "bfloat16"),
         relu=True, engine=emulate(plan, slices), transpose_a=transpose_a, transpose_b=transpose_b,
     )  # fmt: skip
 
@@ -211,18 +218,12 @@ def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, emulate: Emulate
     assert to_numpy(gemm(a, b, bias=to_device(queue, [-1.0]), out_dtype="float16", engine=emulate(plan))) == 2048.0
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(("number", "n"), [(0, 35), (4, 32), (5, 35)])
 def test_special_values_go_where_numpy_puts_them(
-    queue: cl.CommandQueue, emulate: Emulate, plan: Plan, dtype: str
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, plan: Plan, number: int, n: int
 ) -> None:
-    a, b = random(15, 19), random(19, 35, seed=1)
-    a[2, 3], a[5, 0], a[14, 18], a[7, 7] = np.inf, np.nan, -np.inf, -0.0
-    b[4, 6], b[18, 34], b[3, 8], b[9, 0] = np.nan, np.inf, 0.0, 6e-8
-    x, y = stored(a, dtype), stored(b, dtype)
-    result = gemm(to_device(queue, a, dtype), to_device(queue, b, dtype), out_dtype=dtype, engine=emulate(plan))
-    magnitude = np.nan_to_num(np.abs(x), posinf=0) @ np.nan_to_num(np.abs(y), posinf=0)
-    assert_close(result, x @ y, slack=19 * 2.0**-24 * magnitude)
+    """Rows and columns beyond a matrix, where a tile is not whole, must not bring in what is there."""
+    check_special_values(queue, n, operands(unit, number), emulate(plan))
 
 
 @pytest.mark.parametrize("out_dtype", STORAGE_DTYPES)
@@ -244,7 +245,7 @@ def test_relu_keeps_nan_and_clips_minus_infinity(queue: cl.CommandQueue, emulate
 @pytest.mark.parametrize("slices", [1, 4])
 def test_repeats_bit_for_bit(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, slices: int) -> None:
     engine = emulate(plan, slices)
-    a, b = to_device(queue, random(17, 40), "float16"), to_device(queue, random(40, 24), "float16")
+    a, b = to_device(queue, random(17, 72), "float16"), to_device(queue, random(72, 24), "float16")
     first = gemm(a, b, out_dtype="float32", engine=engine).to_host()
     for _ in range(2):
         np.testing.assert_array_equal(gemm(a, b, out_dtype="float32", engine=engine).to_host(), first)

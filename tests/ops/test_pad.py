@@ -63,17 +63,8 @@ def test_gradients(queue: cl.CommandQueue, plan: None, mode: str, source: str, t
         assert_close(result, expected, slack=0 if mode == "zero" else 2.0**-20)
 
 
-def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
+def test_empty(queue: cl.CommandQueue) -> None:
     empty = to_device(queue, np.empty((0, 2, 3, 3)))
     assert pad.pad2d(empty, 1, out_dtype="float32").shape == (0, 2, 5, 5)
     no_columns = to_device(queue, np.empty((1, 2, 3, 0)))
     assert_close(pad.pad2d(no_columns, 1, out_dtype="float32"), np.zeros((1, 2, 5, 2)))
-    x = to_device(queue, np.ones((1, 1, 2, 3)))
-    with pytest.raises(ValueError, match="mode must be"):
-        pad.pad2d(x, 1, "circular", out_dtype="float32")
-    with pytest.raises(ValueError, match="mirrored border"):
-        pad.pad2d(x, 3, "reflect", out_dtype="float32")
-    with pytest.raises(ValueError, match="shape"):
-        pad.pad2d(to_device(queue, np.ones((2, 3))), 1, out_dtype="float32")
-    with pytest.raises(ValueError, match="gradient of shape"):
-        pad.pad2d_backward(x, (1, 1, 2, 3), 1, out_dtype="float32")

@@ -20,7 +20,7 @@ from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
 from tests.ops.test_group_sum import as_gpu
 from tests.ops.test_matrix_units_ptx import Tools, compiled, output_of, tools
-from tests.reference import SPECIAL, STORAGE_DTYPES, to_device, to_numpy
+from tests.reference import MIXTURES, SPECIAL, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
 __all__ = ["tools"]  # a fixture
@@ -64,10 +64,7 @@ def test_casts(queue: cl.CommandQueue, both: Both, source: str, target: str) -> 
         both(lambda x=x: cast(x, target))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("types", "out_dtype"),
-    sweep(product(product(STORAGE_DTYPES, STORAGE_DTYPES), STORAGE_DTYPES), lambda n: n in (5, 12)),
-)
+@pytest.mark.parametrize(("first", "second", "out_dtype"), sweep(MIXTURES, lambda n: n in (1, 5)))
 @pytest.mark.parametrize(
     ("a", "b"),
     sweep(
@@ -78,12 +75,13 @@ def test_casts(queue: cl.CommandQueue, both: Both, source: str, target: str) -> 
 def test_functions(
     queue: cl.CommandQueue,
     both: Both,
-    types: tuple[str, str],
+    first: str,
+    second: str,
     out_dtype: str,
     a: tuple[int, ...],
     b: tuple[int, ...],
 ) -> None:
-    x, y = to_device(queue, numbers(*a), types[0]), to_device(queue, numbers(*b), types[1])
+    x, y = to_device(queue, numbers(*a), first), to_device(queue, numbers(*b), second)
     both(lambda: elementwise("add", out_dtype, x, y))
 
 

@@ -101,13 +101,6 @@ def test_empty_axes_sum_to_zero(queue: cl.CommandQueue) -> None:
     assert np.isnan(to_numpy(reduce_sum(x, out_dtype="float32", divisor=0.0))).all()
 
 
-def test_an_axis_out_of_range_is_refused(queue: cl.CommandQueue) -> None:
-    x = to_device(queue, np.ones((2, 3)))
-    for axis in (2, -3):
-        with pytest.raises(ValueError, match=f"axis {axis} out of bounds"):
-            reduce_sum(x, axis, out_dtype="float32")
-
-
 @pytest.mark.parametrize(("plan", "source", "target"), PLANS_AND_DTYPES, indirect=["plan"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_gradient_is_spread_over_its_axis(
@@ -119,8 +112,3 @@ def test_a_gradient_is_spread_over_its_axis(
         expected = np.broadcast_to(to_numpy(grad), shape)
         assert_close(expand(grad, shape, axis, out_dtype=target), expected, ulps=0.5)
         assert_close(expand(grad, shape, axis, out_dtype=target, divisor=7.0), expected / 7, ulps=0.51)
-
-
-def test_a_gradient_of_the_wrong_size_is_refused(queue: cl.CommandQueue) -> None:
-    with pytest.raises(ValueError, match="cannot expand a tensor of shape"):
-        expand(to_device(queue, np.ones(4)), (3, 5), 0, out_dtype="float32")

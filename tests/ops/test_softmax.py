@@ -123,10 +123,5 @@ def test_extreme_and_special_rows(queue: cl.CommandQueue, plan: None) -> None:
         assert_close(softmax(to_device(queue, rows.T, dtype), 0, out_dtype=dtype), expected.T, slack=2.0**-23)
 
 
-def test_empty_and_wrong_arguments(queue: cl.CommandQueue) -> None:
+def test_empty(queue: cl.CommandQueue) -> None:
     assert softmax(to_device(queue, np.empty((0, 3))), out_dtype="float32").shape == (0, 3)
-    x = to_device(queue, np.ones((2, 3)))
-    with pytest.raises(ValueError, match="axis 2 out of bounds"):
-        softmax(x, 2, out_dtype="float32")
-    with pytest.raises(ValueError, match="gradient of shape"):
-        softmax_backward(x, to_device(queue, np.ones(3)), out_dtype="float32")
