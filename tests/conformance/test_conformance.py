@@ -75,22 +75,43 @@ def _everyday_mixture(number: int, case: Case) -> tuple[str, str]:
     return ("float16", "half") if number % 2 else ("bfloat16", storages_of(case)[-1])
 
 
+def _call(number: int, index: int, amp_dtype: str, storage: str) -> Any:
+    """A case of an op in a mixture: that of each op's first case always, all others in the slow sweep."""
+    op = ops.TABLE[number]
+    is_slow = index > 0 or (amp_dtype, storage) != _everyday_mixture(number, op.cases[0])
+    name = f"{amp_dtype}-{op.name.removeprefix('netcl.')}-{index}-{storage}"
+    return pytest.param(amp_dtype, op, op.cases[index], storage, id=name, marks=[pytest.mark.slow] * is_slow)
+
+
 def _calls() -> list[Any]:
-    """(AMP dtype, op, case, storage): one mixture of each op's first case always, all of all in the slow sweep."""
+    """(AMP dtype, op, case, storage): all there are."""
     return [
-        pytest.param(
-            amp_dtype, op, case, storage,
-            id=f"{amp_dtype}-{op.name.removeprefix('netcl.')}-{index}-{storage}",
-            marks=[pytest.mark.slow] * (index > 0 or (amp_dtype, storage) != _everyday_mixture(number, case)),
-        )
+        _call(number, index, amp_dtype, storage)
         for amp_dtype in HALF_DTYPES
         for number, op in enumerate(ops.TABLE)
         for index, case in enumerate(op.cases)
         for storage in storages_of(case)
-    ]  # fmt: skip
+    ]
 
 
-every_call = pytest.mark.parametrize(("amp_dtype", "op", "case", "storage"), _calls(), indirect=["amp_dtype"])
+def _calls_in_turn() -> list[Any]:
+    """Of these, each case and each mixture of an op, in turn."""
+    found = []
+    for number, op in enumerate(ops.TABLE):
+        dtype, usual = _everyday_mixture(number, op.cases[0])
+        dtypes = (dtype, *(other for other in HALF_DTYPES if other != dtype))
+        for turn in range(max(len(op.cases), len(storages_of(op.cases[0])))):
+            index = turn % len(op.cases)
+            storages = storages_of(op.cases[index])
+            storage = storages[((storages.index(usual) if usual in storages else 0) + turn) % len(storages)]
+            found.append(_call(number, index, dtypes[turn % 2], storage))
+    return found
+
+
+_ARGUMENTS = ("amp_dtype", "op", "case", "storage")
+every_call = pytest.mark.parametrize(_ARGUMENTS, _calls(), indirect=["amp_dtype"])
+#: where a promise is of no kernel
+each_in_turn = pytest.mark.parametrize(_ARGUMENTS, _calls_in_turn(), indirect=["amp_dtype"])
 
 
 def test_every_op_is_owned_and_listed_once() -> None:
@@ -174,7 +195,7 @@ def test_op(
             assert error.passes, f"{op.name}, gradient of input {index}: {error}"
 
 
-@every_call
+@each_in_turn
 def test_bare_tensors_and_no_grad_give_the_same_bits(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str
 ) -> None:
@@ -195,7 +216,7 @@ def test_bare_tensors_and_no_grad_give_the_same_bits(
         np.testing.assert_array_equal(to_numpy(three.value), to_numpy(one.value))
 
 
-@every_call
+@each_in_turn
 def test_checkpointed_it_gives_the_same_bits(
     queue: cl.CommandQueue, amp_dtype: str, op: Op, case: Case, storage: str
 ) -> None:
