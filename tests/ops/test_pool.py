@@ -30,7 +30,12 @@ CASES = [
     ((1, 2, 7, 7), 6, 1),
     ((2, 2, 6, 32), 2, 2),
     ((1, 3, 4, 52), 2, 2),
+    ((3, 1, 2, 64), 2, 2),
 ]
+#: with storage types in turn: each kernel is met with every one
+IN_TURN = [(*case, STORAGE_DTYPES[number % 3]) for number, case in enumerate(CASES)]
+#: storage types of the gradients of result and source
+GRADIENTS = {"float32": ("float32", "float32"), "float16": ("float16", "float16"), "bfloat16": ("float32", "float16")}
 PLANS = ["own plan", "other plan"]
 
 
@@ -60,8 +65,7 @@ def max_pool_gradient(x: Array, grad: Array, size: int, stride: int) -> Array:
 
 
 @pytest.mark.parametrize("plan", PLANS, indirect=True)
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-@pytest.mark.parametrize(("shape", "size", "stride"), CASES)
+@pytest.mark.parametrize(("shape", "size", "stride", "dtype"), IN_TURN)
 def test_pooling(
     queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], size: int, stride: int, dtype: str
 ) -> None:
@@ -73,21 +77,11 @@ def test_pooling(
 
 
 @pytest.mark.parametrize("plan", PLANS, indirect=True)
-@pytest.mark.parametrize(
-    ("source", "gradient", "target"),
-    [("float32", "float32", "float32"), ("float16", "float16", "float16"), ("bfloat16", "float32", "float16")],
-)
-@pytest.mark.parametrize(("shape", "size", "stride"), CASES)
+@pytest.mark.parametrize(("shape", "size", "stride", "source"), IN_TURN)
 def test_gradients(
-    queue: cl.CommandQueue,
-    plan: None,
-    shape: tuple[int, ...],
-    size: int,
-    stride: int,
-    source: str,
-    gradient: str,
-    target: str,
+    queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], size: int, stride: int, source: str
 ) -> None:
+    gradient, target = GRADIENTS[source]
     rng = np.random.default_rng(1)
     x = to_device(queue, rng.integers(-4, 4, shape), source)  # many ties
     out_shape = view_windows(to_numpy(x), size, stride).shape[:4]
@@ -137,8 +131,9 @@ def test_special_values(queue: cl.CommandQueue, plan: None, shape: tuple[int, ..
         result = pool.max_pool2d(x, size, stride, out_dtype=dtype)
         assert_close(result, taps.max((-1, -2)), ulps=0)
         assert np.signbit(to_numpy(result)[0, 0]).all()
-        ones = to_device(queue, np.ones(taps.shape[:4]), "float32")
-        result = pool.max_pool2d_backward(x, ones, size, stride, out_dtype="float32")
+        gradient, target = GRADIENTS[dtype]
+        ones = to_device(queue, np.ones(taps.shape[:4]), gradient)
+        result = pool.max_pool2d_backward(x, ones, size, stride, out_dtype=target)
         # the first maximum, the first NaN, and of zeros of either sign the first
         assert_close(result, max_pool_gradient(to_numpy(x), np.ones(taps.shape[:4]), size, stride), ulps=0)
         with np.errstate(invalid="ignore"):
