@@ -58,7 +58,7 @@ class Run:
         self.handle = amp.init(dtype=dtype, loss_scale="dynamic")
         self.handle.scalers[0].rule = ScaleRule(interval=3)
 
-    def backward(self, x: Tensor, y: Tensor) -> Node:
+    def backward(self, x: Tensor, y: Tensor, loss_of: Callable[..., Any] = loss_of) -> Node:
         loss = loss_of(self.model, (x, y))
         with self.handle.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -85,9 +85,16 @@ def assert_same(one: Any, other: Any) -> None:
 
 def compare(
     queue: cl.CommandQueue, make: Callable[[Run], Step], calls: int = 9, recordings: int | None = 1,
-    batches: list[np.ndarray] = BATCHES, between: Callable[[Run, int], Any] = lambda run, index: None, **how: Any,
+    batches: list[np.ndarray] = BATCHES, between: Callable[[Run, int], Any] = lambda run, index: None,
+    after: Callable[[Run, int], Any] = lambda run, index: None,
+    more: Callable[[int], tuple[Any, ...]] = lambda index: (), **how: Any,
 ) -> None:  # fmt: skip
-    """The same calls of a function as it is, and recorded; ``between`` them something is done."""
+    """The same calls of a function as it is, and recorded; ``between`` them something is done.
+
+    Args:
+        after: is called after each, and what it returns is compared, too.
+        more: arguments of each call beside its batch.
+    """
     kept = []
     for is_recorded in (False, True):
         run = Run(queue, **how)
@@ -97,12 +104,12 @@ def compare(
         np.random.seed(7)
         for index in range(calls):
             between(run, index)
-            loss = step(
-                to_device(queue, batches[index % 12]), to_device(queue, TARGETS[index % 12][: len(batches[index % 12])])
-            )
+            x = batches[index % 12]
+            loss = step(to_device(queue, x), to_device(queue, TARGETS[index % 12][: len(x)]), *more(index))
+            done = after(run, index)
             junk = [Tensor.from_shape(queue, (size,), fill=7.0) for size in (36, 160, 48, 3, 16, 1) * 2]
             del junk
-            seen.append([None if loss is None else loss.value.to_host().copy(), *run.state()])
+            seen.append([None if loss is None else loss.value.to_host().copy(), done, *run.state()])
         kept.append(seen)
         if is_recorded and recordings is not None:
             assert step.recordings == recordings
@@ -122,10 +129,11 @@ OPTIMIZERS = {
 }
 
 
-def clears_first(run: Run) -> Step:
+def clears_first(run: Run, loss_of: Callable[..., Any] = loss_of, before_step: Callable[[], Any] = int) -> Step:
     def step(x: Tensor, y: Tensor) -> Node:
         run.optimizer.zero_grad()
-        loss = run.backward(x, y)
+        loss = run.backward(x, y, loss_of)
+        before_step()
         run.optimizer.step()
         return loss
 
@@ -175,14 +183,7 @@ def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: str) -> None:
     clip_once(queue)
 
     def make(run: Run) -> Step:
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = run.backward(x, y)
-            getattr(netcl.optim.clip, clip)(run.params, 0.05)
-            run.optimizer.step()
-            return loss
-
-        return step
+        return clears_first(run, before_step=lambda: getattr(netcl.optim.clip, clip)(run.params, 0.05))
 
     compare(queue, make, batches=poisoned(BATCHES, 5))
 
@@ -229,46 +230,38 @@ def test_a_norm_may_be_returned_and_not_used(queue: cl.CommandQueue) -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["python counts", "an argument says"])
 def test_gradients_add_up_over_calls(queue: cl.CommandQueue, late: bool) -> None:
     """Three passes a step: the gradients of earlier calls, there or not, are those of the day."""
-    kept = []
-    for recorded in (False, True):
-        run = Run(queue)
 
-        def micro(x: Tensor, y: Tensor, last: bool, run: Run = run) -> Node:
+    def end(run: Run, is_last: bool) -> None:
+        if is_last:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+    def make(run: Run) -> Step:
+        def micro(x: Tensor, y: Tensor, last: bool) -> Node:
             loss = run.backward(x, y)
-            if last:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+            end(run, last)
             return loss
 
-        call = amp.record(micro) if recorded else micro
-        seen = []
-        for index in range(20):
-            batch = poisoned(BATCHES, 4)[index % 12]
-            last = index % 3 == 2
-            loss = call(to_device(queue, batch), to_device(queue, TARGETS[index % 12]), last and not late)
-            if last and late:
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-            seen.append([loss.value.to_host().copy(), *run.state()])
-        kept.append(seen)
-    assert_same(kept[1], kept[0])
-    assert call.recordings == (2 if late else 3)
+        return micro
+
+    compare(
+        queue, make, 20, recordings=2 if late else 3, batches=poisoned(BATCHES, 4),
+        after=lambda run, index: end(run, late and index % 3 == 2),
+        more=lambda index: (index % 3 == 2 and not late,),
+    )  # fmt: skip
 
 
 def test_gradients_that_a_user_keeps_or_changes_are_the_users(queue: cl.CommandQueue) -> None:
-    kept = []
-    for recorded in (False, True):
-        run = Run(queue)
-        step = clears_first(run)
-        call = amp.record(step) if recorded else step
-        mine = []
-        for index in range(8):
-            call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
-            mine.append([param.grad for param in run.params])
-            run.params[0].grad = None
-            run.params[1].grad.write(np.full(16, index, np.float32))
-        kept.append([[grad.to_host().copy() for grad in grads] for grads in mine])
-    assert_same(kept[1], kept[0])
+    mine: dict[Run, list[Tensor]] = {}
+
+    def after(run: Run, index: int) -> list[Any]:
+        kept = mine.setdefault(run, [])
+        kept += [param.grad for param in run.params]
+        run.params[0].grad = None
+        run.params[1].grad.write(np.full(16, index, np.float32))
+        return [grad.to_host().copy() for grad in kept]
+
+    compare(queue, clears_first, 8, recordings=None, after=after)
 
 
 @pytest.mark.parametrize("how", ["written", "by hand", "inf"])
@@ -315,22 +308,21 @@ def test_wrapped_optimizers_count_their_losses(queue: cl.CommandQueue, wrapped: 
 
 
 def test_averages_of_the_weights_are_recorded(queue: cl.CommandQueue) -> None:
-    averages = []
-    for recorded in (False, True):
-        run = Run(queue)
-        ema = ModelEMA(run.model, decay=0.9)
+    averages: dict[Run, ModelEMA] = {}
 
-        def step(x: Tensor, y: Tensor, run: Run = run, ema: ModelEMA = ema) -> None:
-            run.optimizer.zero_grad()
-            run.backward(x, y)
-            run.optimizer.step()
-            ema.update()
+    def make(run: Run) -> Step:
+        train, average = clears_first(run), averages.setdefault(run, ModelEMA(run.model, decay=0.9))
 
-        call = amp.record(step) if recorded else step
-        for index in range(7):
-            call(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
-        averages.append([shadow.to_host().copy() for shadow in ema.shadow] + [ema.step_count])
-    assert_same(averages[1], averages[0])
+        def step(x: Tensor, y: Tensor) -> None:
+            train(x, y)
+            average.update()
+
+        return step
+
+    def after(run: Run, index: int) -> list[Any]:
+        return [*(shadow.to_host().copy() for shadow in averages[run].shadow), averages[run].step_count]
+
+    compare(queue, make, 7, recordings=None, after=after)
 
 
 # ---------------------------------------------------------------------------------------------- what changes
@@ -422,15 +414,7 @@ def test_settings_that_the_function_reads_are_seen(queue: cl.CommandQueue) -> No
     """It reads the learning rate itself, so that each has a recording."""
 
     def make(run: Run) -> Step:
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = ag.mul(loss_of(run.model, (x, y)), run.optimizer.lr)
-            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            run.optimizer.step()
-            return loss
-
-        return step
+        return clears_first(run, lambda *given: ag.mul(loss_of(*given), run.optimizer.lr))
 
     def between(run: Run, index: int) -> None:
         run.optimizer.lr = 0.05 if index < 5 else 0.5
@@ -547,16 +531,7 @@ def test_a_recorded_function_in_another_is_a_part_of_it(queue: cl.CommandQueue) 
         made.append(forward)
         if len(made) == 2:
             forward = amp.record(forward)
-
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = forward(x, y)
-            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
-                scaled_loss.backward()
-            run.optimizer.step()
-            return loss
-
-        return step
+        return clears_first(run, lambda model, data: forward(*data))
 
     compare(queue, make)
 
@@ -619,23 +594,20 @@ def test_who_watches_launches_sees_all_of_a_replay_and_none_later(
 
 
 def test_two_functions_share_a_model(queue: cl.CommandQueue) -> None:
-    kept = []
-    for recorded in (False, True):
-        run = Run(queue)
-        train: Any = clears_first(run)
+    evaluations: dict[Run, Any] = {}
 
-        def evaluate(x: Tensor, run: Run = run) -> Any:
+    def make(run: Run) -> Step:
+        def evaluate(x: Tensor) -> Any:
             with ag.no_grad():
                 return run.model(ag.tensor(x))
 
-        if recorded:
-            train, evaluate = amp.record(train), amp.record(evaluate)
-        seen = []
-        for index in range(8):
-            train(to_device(queue, BATCHES[index]), to_device(queue, TARGETS[index]))
-            seen.append(evaluate(to_device(queue, BATCHES[0])).value.to_host().copy())
-        kept.append(seen)
-    assert_same(kept[1], kept[0])
+        evaluations[run] = amp.record(evaluate) if evaluations else evaluate
+        return clears_first(run)
+
+    def after(run: Run, index: int) -> Any:
+        return evaluations[run](to_device(queue, BATCHES[0])).value.to_host().copy()
+
+    compare(queue, make, 8, recordings=None, after=after)
 
 
 def test_an_exception_leaves_what_it_leaves_without_recording(queue: cl.CommandQueue) -> None:
