@@ -25,6 +25,7 @@ from clamp.bridge import Node, Tensor
 from clamp.opencl import host_steps
 from clamp.recordings import capture, function
 from clamp.recordings.memory import keepers
+from tests.faults.inject import is_in_a_finalizer
 from tests.reference import to_device
 
 ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), host_steps.__file__)
@@ -46,7 +47,8 @@ class Interrupt:
     """Raises KeyboardInterrupt at one line, or entry of a function, of clamp's recorder and netcl's capture.
 
     Args:
-        at: which one of all that are met for the first or the third time.
+        at: which one of all that are met for the first or the third time, or the next that is not in a finalizer,
+            which swallows it.
         where: name of a function: only what runs in a call of it counts.
     """
 
@@ -56,7 +58,7 @@ class Interrupt:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(ROOMS) or _is_in_a_finalizer(frame):
+        if not code.co_filename.startswith(ROOMS):
             return None
         is_where = code.co_name == self._where
         if event == "call" and is_where:
@@ -64,19 +66,12 @@ class Interrupt:
         if event in ("call", "line") and self._depth:
             seen = self._seen[code, frame.f_lineno, event] = self._seen[code, frame.f_lineno, event] + 1
             self.left -= seen in (1, 3)
-            if self.left < 0:
+            if self.left < 0 and not is_in_a_finalizer(frame):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         if event == "return" and is_where:
             self._depth -= 1
         return self
-
-
-def _is_in_a_finalizer(frame: FrameType | None) -> bool:
-    """Whether Python swallows what is raised here."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
 
 
 def patched() -> dict[str, Any]:
