@@ -29,13 +29,16 @@ _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
 os.environ["OCLGRIND_DATA_RACES"] = "1"
 os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(64 * 1024)  # as every GPU with matrix units has at least
 os.environ["CLAMP_CACHE_LATER"] = "off"  # no process beside each test's that keeps PoCL's programs
+# netcl times its products for convolutions of one pixel, and a dozen kernels for others, and builds all of them for it:
+# which one a test meets would be chance.
+os.environ["NETCL_AUTOTUNE"] = "0"
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 os.environ.pop("PYTEST_ADDOPTS", None)  # of this run, which has read it, and not of those that tests start
 
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.core import autotune
+from hypothesis.internal.conjecture import providers
 from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
@@ -50,9 +53,9 @@ from tests.launches import forget_prepared_launches
 from tests.loop import SWEEP
 from tests.poison import Poison
 
-# netcl times its products for convolutions of one pixel, and builds all of them for it: which one a test meets would be
-# chance. What runs in a process of its own (examples, the command line) lets it.
-autotune._ENV_AUTOTUNE = False
+# Hypothesis would read the source of every module there is, for constants to try: five seconds a process, and what a
+# seed gives would depend on which modules have been imported before.
+providers._get_local_constants = lambda: providers._local_constants
 
 # What clamp looks for in the variables around a call is not among all tests, which xdist has in one: to go through them
 # at each look takes a hundred times as long.

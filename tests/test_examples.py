@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,7 +71,7 @@ def small_fashion(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_fashion_mnist_compares_three_runs(queue: cl.CommandQueue, small_fashion: Path) -> None:
     picture = small_fashion / "fashion.png"
-    options = ["--data", str(small_fashion), "--batch", "32", "--epochs", "2", "--netcl-steps", "2"]
+    options = ["--data", str(small_fashion), "--batch", "8", "--epochs", "2", "--netcl-steps", "2"]
     output = run_example(queue, "fashion_mnist.py", *options, "--plot", str(picture))
     assert "(2 steps)" in output
     accuracies = [float(accuracy) for accuracy in re.findall(r"([\d.]+) %", output)]
@@ -498,8 +499,9 @@ def three_seeds(queue: cl.CommandQueue, digits: ModuleType, amp_options: dict[st
 def test_fashion_mnist_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example: Callable[[str], ModuleType]) -> None:
     fashion = example("fashion_mnist")
     images = fashion.load()  # Debian's dataset-fashion-mnist; where it is missing this says so, and fails
+    images = replace(images, test_x=images.test_x[:2000], test_y=images.test_y[:2000])
     runs = {
-        dtype: fashion.train(queue, images, fashion.Plan({"dtype": dtype}, steps=120))
+        dtype: fashion.train(queue, images, fashion.Plan({"dtype": dtype}, steps=120, batch=32))
         for dtype in ("float32", "float16", "bfloat16")
     }
     assert runs["float32"].score > 80
@@ -513,7 +515,7 @@ def test_char_lm_learns_as_well_as_in_fp32(queue: cl.CommandQueue, example: Call
     char_lm = example("char_lm")
     text = char_lm.load()
     runs = {
-        dtype: char_lm.train(queue, text, char_lm.Plan({"dtype": dtype}, steps=50, batch=16))
+        dtype: char_lm.train(queue, text, char_lm.Plan({"dtype": dtype}, steps=50, batch=8))
         for dtype in ("float32", "float16", "bfloat16")
     }
     assert runs["float32"].losses[-1] < 0.8 * runs["float32"].losses[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from clamp.cli import main
 from clamp.debug.memory_meter import KINDS
+from clamp.debug.page import sections
 from clamp.debug.page.figures import HELD, held_at, memory_timeline
 from clamp.debug.page.ranges import shifted
 from clamp.debug.page.schema import BINS, Held
@@ -66,6 +69,23 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def sample() -> str:
     return page_of(sample_run())
+
+
+@pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw takes a second a page: the same figure of the same numbers is kept from test to test."""
+    for name in ("timeline", "ranges", "memory", "memory_timeline"):
+        monkeypatch.setattr(sections, name, partial(_drawn, getattr(sections, name)))
+
+
+_DRAWN: dict[str, Any] = {}
+
+
+def _drawn(draw: Callable[..., Any], *numbers: Any) -> Any:
+    key = f"{draw.__name__} {numbers!r}"
+    if key not in _DRAWN:
+        _DRAWN[key] = draw(*numbers)
+    return _DRAWN[key]
 
 
 def test_every_section_is_there(sample: str) -> None:
@@ -120,7 +140,7 @@ def test_the_style_of_other_pictures_is_their_own(sample: str) -> None:
 
 
 def test_nothing_of_a_run_is_taken_for_markup() -> None:
-    page = page_of(hostile_run())
+    page = page_of(hostile_run(sample_run()))
     found = Outline(page)
     assert found.count("script") == found.count("style") == found.count("main") == 1
     assert "<script>alert" not in page
@@ -150,6 +170,7 @@ def test_a_page_of_nothing_says_so() -> None:
 
 @pytest.mark.parametrize("part", ["steps", "ops", "ranges", "modules", "first_bad", "suggested_scale"])
 @pytest.mark.long
+@pytest.mark.usefixtures("drawn_once")
 def test_each_part_may_be_missing(part: str) -> None:
     run: Any = sample_run()
     run[part] = empty_run()[part]  # type: ignore[literal-required]
@@ -316,6 +337,7 @@ def test_colours_have_contrast(scheme: str) -> None:
 # ---------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: str) -> None:
     file, page = tmp_path / "run.json", tmp_path / "page.html"
     write_run(sample_run(), file)
@@ -336,9 +358,10 @@ def test_the_command_says_what_is_wrong(
     file.write_text('{"version": 7}')
     assert main(["report", str(file)]) == 2
     assert "version 7" in capsys.readouterr().err
-    write_run(sample_run(), file)
+    write_run(empty_run(), file)
     assert main(["report", str(file), "-o", str(tmp_path / "no" / "page.html")]) == 1
     assert "cannot write" in capsys.readouterr().err
+    write_run(sample_run(), file)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(file)]) == 1
     assert capsys.readouterr().err.endswith("pip install matplotlib\n")

@@ -49,6 +49,7 @@ def test_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) 
 
 
 @pytest.mark.slow
+@pytest.mark.once  # it asks what the host does, and would build kernels for most of its time elsewhere
 @pytest.mark.parametrize("seed", SWEEP)
 def test_hundreds_of_random_loops_do_what_the_model_says(queue: cl.CommandQueue, seed: int) -> None:
     run(queue, seed, sequences=75, steps=20)

@@ -243,8 +243,8 @@ class Twin:
     def init(self, how: dict[str, Any] | None, *_: Any) -> None:
         """Another handle, or none."""
         amp.shutdown()
-        session.ensure_patched()  # as amp.record does: netcl's own defects are mended for both
         self.handle = None if how is None else amp.init(**how)
+        session.ensure_patched()  # as amp.record does: netcl's own defects are mended for both
         for scaler in () if self.handle is None else self.handle.scalers:
             scaler.rule = GROWTH
         self.dropout(0.5)

@@ -341,7 +341,7 @@ def test_a_rank_that_fails_ends_the_job(launcher: list[str], event: str, message
 
 @pytest.mark.slow
 def test_mpi_digits_shows_one_table(launcher: list[str]) -> None:
-    status, output = run_ranks(launcher, 4, "examples/mpi_digits.py", "--steps", "12", limit=240)
+    status, output = run_ranks(launcher, 2, "examples/mpi_digits.py", "--steps", "12", limit=240)
     assert status == 0, output
     assert "Weights of all ranks the same bits: yes" in output
     assert output.count("test accuracy") == 1

@@ -128,5 +128,6 @@ def test_the_gradients_of_inputs_are_each_calls_own(queue: cl.CommandQueue, part
 
 
 @pytest.mark.slow
+@pytest.mark.once  # it asks what the host does, and would build kernels for most of its time elsewhere
 def test_the_gradients_of_inputs_are_each_calls_own_in_hundreds_of_programs(queue: cl.CommandQueue) -> None:
     assert check(queue, range(40, 240)) >= 100
