@@ -21,6 +21,8 @@ from clamp.ops.statistics import statistics_of
 
 #: about which part of a weight half a unit in its last place is
 HALF_AN_ULP = {"float16": "1/2048", "bfloat16": "1/256"}
+#: the smallest part of a layer's updates that is shown as a number, and that is worth a warning if it is lost
+LEAST = 1e-4
 
 
 class Counts(NamedTuple):
@@ -61,7 +63,7 @@ class LayerUpdates(NamedTuple):
 
 def percent(share: float) -> str:
     """``"41 %"``; what is more than nothing does not look like nothing."""
-    return f"{100 * share:.3g} %" if share >= 1e-4 or share <= 0 else "less than 0.01 %"
+    return f"{100 * share:.3g} %" if share >= LEAST or share <= 0 else "less than 0.01 %"
 
 
 def by_layer(params: Sequence[Tensor], counts: Mapping[int, Counts]) -> list[LayerUpdates]:

@@ -20,7 +20,7 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import statistics_of
 from clamp.params import gradient_marks
-from clamp.params.lost_updates import HALF_AN_ULP, percent, take
+from clamp.params.lost_updates import HALF_AN_ULP, LEAST, percent, take
 from clamp.scaling.loss_scale import LossScale
 
 _OURS = str(Path(__file__).parents[1])
@@ -290,7 +290,7 @@ def warn_of_lost_updates(params: Sequence[Tensor]) -> None:
     """Says once what rounding loses of the updates of an optimizer's parameters that are kept in 16 bits, as it was
     measured in the step that has just been made."""
     lost = take(params)
-    if not lost:
+    if not lost or lost[0].share < LEAST:
         return
     updates, dtype = sum(row.updates for row in lost), lost[0].dtype
     of_all = f", and {percent(sum(row.lost for row in lost) / updates)} of all" if len(lost) > 1 else ""

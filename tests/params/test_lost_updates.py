@@ -150,6 +150,21 @@ def test_what_keeps_updates_has_nothing_to_say(
         assert not observe_lost_updates(loop.optimizer.step)
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(("lr", "warnings"), [(0.25, 0), (1e-6, 1)], ids=["nothing", "all"])
+@pytest.mark.parametrize("name", ["Momentum", "Adam", "AdamW8bit"])
+def test_a_step_that_loses_nothing_is_not_warned_of(
+    queue: cl.CommandQueue, name: str, lr: float, warnings: int, dtype: str
+) -> None:
+    with amp.init(dtype=dtype):
+        loop = Loop(queue, name, dtype, False)
+        loop.optimizer.lr = lr
+        for master, param in zip(amp.master_params(loop.optimizer), loop.params, strict=True):
+            master.write(np.ones(param.shape, np.float32))
+            param.grad = to_device(queue, np.ones(param.shape))
+        assert len(stepped(loop.optimizer)) == warnings
+
+
 def decorated(queue: cl.CommandQueue, make: Callable[[Any], Any], door: str) -> tuple[Any, Any, Any]:
     """A model in float16 without masters, its optimizer, and the handle."""
     model = mlp(queue, 8, 16, 4)
