@@ -50,8 +50,10 @@ _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary
 
 
 _NOT_IN_ONE_LAUNCH = (
-    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own knows nothing of {1}: the "
-    "numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and parameters and their float32 "
+    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own knows nothing of {1}: "
+)
+_WHAT_IT_TAKES = (
+    "the numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and parameters and their float32 "
     "gradients on one queue, each in memory of its own"
 )
 
@@ -108,7 +110,8 @@ class OptimizerStep:
             if isinstance(param, MasterInParts):
                 unknown = f"master_weight={param.parts.keeps!r}"
             if unknown:
-                raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown))
+                why = _twice(self._optimizer) or _WHAT_IT_TAKES
+                raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown) + why)
         pieces: list[Callable[[], Any]] = []
         for stepped, piece in bridge.own_pieces(self._own or self._optimizer.step, self._optimizer, params):
             pieces += [partial(masters.as_step, piece), *masters.rewriting(stepped, self._optimizer)]
@@ -308,6 +311,23 @@ def _has_gradient(written: frozenset[int], param: Tensor) -> bool:
         and grad.buffer is not None
         and id(grad.buffer) not in written
         and (grad.shape == param.shape or grad.size == param.size)
+    )
+
+
+def _twice(optimizer: Any) -> str:
+    """Words for parameters that an optimizer was given more than once, a tied weight say; nothing if none was."""
+    # While a step runs, masters are not linked to the parameters of the model, which have the names.
+    named = [param.parts.tensor if type(param) is MasterInParts else param for param in optimizer.params]
+    names = bridge.parameter_names(named)
+    known: dict[int, tuple[str, list[int]]] = {}
+    for place, (param, name) in enumerate(zip(optimizer.params, names, strict=True)):
+        known.setdefault(id(param), (name, []))[1].append(place)
+    found = [f"{name} (params{places})" for name, places in known.values() if len(places) > 1]
+    if not found:
+        return ""
+    return (
+        f"it was given {', '.join(found)} more than once, and would step it as often. Give each parameter once: "
+        "list({id(param): param for param in model.parameters()}.values())"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,23 @@ def test_a_step_that_only_netcl_could_make_raises(queue: cl.CommandQueue, keeps:
         with pytest.raises(TypeError, match=r"numbers of the optimizer are to be Python's \(float\(lr\)"):
             trained(handle, model, optimizer, range(1))
         assert bits_of(model) == before
+
+
+@pytest.mark.parametrize("keeps", [*IN_PARTS, "8-bit moments"])
+def test_a_tied_weight_that_was_given_twice_is_named(queue: cl.CommandQueue, keeps: str) -> None:
+    model = mlp(queue, 4, 4, 4)
+    model.layers[2].weight = model.layers[0].weight
+    if keeps in IN_PARTS:
+        amp.decorate(model, dtype="bfloat16", master_weight=keeps)
+    make = Adam if keeps in IN_PARTS else amp.optim.Adam8bit
+    message = r"given layers\.0\.weight \(params\[0, 2\]\) more than once.* Give each parameter once: (list.*)"
+    with amp.init(dtype="bfloat16") as handle:
+        with pytest.raises(TypeError, match=message) as refused:
+            step(handle, model, make(model.parameters()), batch(queue, 16, 4, 4))
+        found = re.search(message, str(refused.value))
+        assert found is not None
+        step(handle, model, make(eval(found[1])), batch(queue, 16, 4, 4))
+        assert handle.history[-1].stepped
 
 
 @pytest.mark.parametrize("keeps", IN_PARTS)
