@@ -161,6 +161,33 @@ def test_two_losses_with_their_own_scales(queue: cl.CommandQueue) -> None:
     assert optimizer.__wrapped__.lr == 0.5
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_that_is_given_up_leaves_the_next_one_its_losses(
+    queue: cl.CommandQueue, passes: int, recorded: bool
+) -> None:
+    def trained(given_up: bool) -> list[np.ndarray]:
+        model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+        with amp.init(loss_scale=2.0**8) as handle:
+            optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3), num_loss=2)
+
+            def run(x: Tensor, y: Tensor, passes: int) -> None:
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    with optimizer.scale_loss(loss_of(model, (x, y))) as scaled_loss:
+                        scaled_loss.backward()
+
+            run = amp.record(run) if recorded else run
+            for _ in range(4):
+                if given_up:
+                    run(*data, passes)
+                run(*data, 2)
+                optimizer.step()
+            return weights_of(model)
+
+    assert_same(trained(given_up=True), trained(given_up=False))
+
+
 def test_an_overflow_of_one_loss_skips_the_step_of_both(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
     too_large = to_device(queue, np.full((8, 16), np.inf)), data[1]

@@ -286,7 +286,8 @@ class PassScaling:
             if done >= len(scalers):
                 raise RuntimeError(
                     f"scale_loss was called more than num_loss={len(scalers)} times since the last step(): pass the "
-                    "number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...)"
+                    "number of backward passes per step to handle.wrap_optimizer(optimizer, num_loss=...), or call "
+                    "the wrapper's zero_grad() where a step is given up and begun anew"
                 )
         return self._pass(loss, [optimizer], scalers[done])
 

@@ -218,7 +218,7 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
         """Scales one loss of this step, as ``AmpHandle.scale_loss`` does. One that ends in an error does not count.
 
         Raises:
-            RuntimeError: more losses than ``num_loss`` since the last step.
+            RuntimeError: more losses than ``num_loss`` since the last step, or ``zero_grad``.
         """
         with self._self_begin(loss, self.__wrapped__, self._self_losses) as scaled_loss:
             yield scaled_loss
@@ -226,6 +226,11 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
 
     def _self_count(self) -> None:
         self._self_losses += 1
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own; the next loss is the first of its step again, wherever this one was given up."""
+        host_step(partial(setattr, self, "_self_losses", 0))
+        return self.__wrapped__.zero_grad(*args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""
