@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
 from sys import getrefcount
@@ -134,6 +134,47 @@ def _gone(grad: Tensor) -> list[Tensor | None]:
         "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before it; else "
         "compute the loss anew, or go on from a value: ag.tensor(node.value)"
     )
+
+
+# ---------------------------------------------------------------------------------------------- graphs that end early
+
+ENDED = "amp.record"  # the name of a node that stands for what a recorded function computed, without the graph
+
+_asked: dict[int, tuple[weakref.ref[Node], Callable[[], None]]] = {}  # by id of the node
+
+
+def ask_before_backward(node: Node, call: Callable[[], None]) -> None:
+    """Calls something before a backward runs through a node."""
+    key = id(node)
+    _asked[key] = weakref.ref(node, lambda _: _asked.pop(key, None)), call
+
+
+def backward_begins(computed: Iterable[Node], cut: Iterable[Node]) -> None:
+    """Tells who has asked for it that a backward is to run through these nodes, and of those without a graph.
+
+    Args:
+        computed: nodes with parents.
+        cut: nodes without, which an op has computed.
+
+    Raises:
+        RuntimeError: one of these stands for what a recorded function computed.
+    """
+    for node in computed if _asked else ():
+        if id(node) in _asked and _asked[id(node)][0]() is node:
+            _asked.pop(id(node))[1]()
+    for node in cut:
+        if node.op_name == ENDED:
+            raise RuntimeError(
+                f"backward has come to what a recorded function returned, of shape {tuple(node.shape)}: it has no "
+                "graph, and what it was computed from would not be trained. Put backward into the function, or do not "
+                "record it (amp.record); what is meant as a constant is ag.tensor(node.value)"
+            )
+
+
+def is_lost(node: Node) -> bool:
+    """Returns whether a node without parents was computed from what is trained, and the tape that recorded it died
+    before any backward ran through it. Afterwards is what truncates a recurrent network's."""
+    return bridge.is_cut(node) and node.requires_grad and not hasattr(node, "last_pass")
 
 
 # ---------------------------------------------------------------------------------------------- in the forward

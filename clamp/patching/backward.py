@@ -23,6 +23,7 @@ from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
 from clamp.patching.wrap import Installed
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
+from clamp.scaling.step_report import warn_user
 
 _FLOAT16 = ("float16", "half")
 
@@ -103,11 +104,12 @@ def tape_backward(
 
     Raises:
         NotImplementedError: the loss was made from a gradient.
-        RuntimeError: the loss has lost its graph, or the gradients would be of several scales. Nothing was changed.
+        RuntimeError: the loss has lost its graph, or a part of it (what a recorded function returned), or the gradients
+            would be of several scales. Nothing was changed.
     """
     gradient_penalties.refuse(create_graph)
     graphs.forward_is_over(loss, instance, RESULTS.watched)
-    computed, leaves, scaled, starts, in_half = [], [], [], [loss], False
+    computed, leaves, cut, scaled, starts, in_half = [], [], [], [], [loss], False
     recomputed = False
     for node in bridge.graph(loss):  # of every node of every step: short
         node.grad = None
@@ -123,9 +125,13 @@ def tape_backward(
                 in_half = _begins_in_half(node) or in_half
         else:
             leaves.append(node)
+            if node.op_name is not None:
+                cut.append(node)
     for start in starts:
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
+    graphs.backward_begins(computed, cut)
+    _warn_of_dead_tapes([node for node in cut if node is not loss and graphs.is_lost(node)])
     gradient_penalties.refuse_in(computed, leaves)
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
@@ -144,6 +150,17 @@ def tape_backward(
     for node in () if instance.retain_grads else computed:
         if node is not loss:
             del node.grad
+
+
+def _warn_of_dead_tapes(cut: list[Node]) -> None:
+    """Says that parts of a loss were computed from what is trained, and have lost their graph."""
+    if cut:
+        warn_user(
+            f"backward has come to what {cut[0].op_name} gave, of shape {tuple(cut[0].shape)}, which has no graph any "
+            "more: the tape that recorded it is gone, and netcl cuts the graph with it. What it was computed from gets "
+            "no gradient here. Keep the tape until backward has run, or compute it without one; what is meant as a "
+            "constant is ag.tensor(node.value)"
+        )
 
 
 def _begins_in_half(node: Node) -> bool:

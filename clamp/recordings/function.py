@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge, session
-from clamp.bridge import Tensor
+from clamp.bridge import Node, Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
 from clamp.interrupts import Flag, among, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
-from clamp.params import delivery, gradient_marks, masters
+from clamp.params import delivery, gradient_marks, graphs, masters
 from clamp.recordings.arguments import PLAIN, Arguments, Key, leaves_of
 from clamp.recordings.attempt import Attempt, answers_refused
 from clamp.recordings.capture import is_free, recording_of
@@ -64,8 +64,9 @@ def record(function: Callable[..., Any]) -> RecordedFunction:
             and numbers that do not change from call to call.
 
     Returns:
-        A function with the same arguments. What it returns is the caller's to keep, as without recording; nodes in it
-        have no graph, so that ``backward`` belongs into the function.
+        A function with the same arguments. What it returns is the caller's to keep, as without recording. Nodes that a
+        recorded or replayed call returns have no graph, and a backward through them raises RuntimeError: ``backward``
+        belongs into the function. If it runs through what the first call returned, nothing is recorded.
 
     Raises:
         TypeError: the function cannot be called.
@@ -133,7 +134,7 @@ class RecordedFunction:
         if recorded is not None and not recorded.is_due:
             return self._replay(call, known, recorded)
         if call.trouble or self._variants.runs_always(key):
-            return self._detached(self.__wrapped__(*call.args, **call.kwargs))
+            return self.__wrapped__(*call.args, **call.kwargs)
         before = self._variants.may_record(key) if recorded is None else recorded.watch
         with among(_waiting, call):
             if before is None or not (is_free() and [*_waiting.values()].index(call) == 0):
@@ -167,7 +168,17 @@ class RecordedFunction:
         watch = Watch(self._roots(call))
         self._variants.ran(key, watch)
         self._numbers[watch] = _numbers_in(result)
-        return self._detached(result)
+        for x in leaves_of(result):
+            if isinstance(x, Node) and not bridge.is_leaf(x):
+                graphs.ask_before_backward(x, self._graph_is_used)
+        return result
+
+    def _graph_is_used(self) -> None:
+        self._variants.never()
+        self._say(
+            "backward runs through what it returns, which replays have no graph of. Put backward into the function, or "
+            "do without amp.record"
+        )
 
     @contextmanager
     def _noting_reached(self) -> Iterator[None]:

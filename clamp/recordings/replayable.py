@@ -13,6 +13,7 @@ from clamp.casting import arguments
 from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
+from clamp.params.graphs import ENDED
 from clamp.params.weight_cache import weights
 from clamp.recordings.arguments import PLAIN, Arguments, leaves_of, mapped
 from clamp.recordings.attempt import Attempt
@@ -23,20 +24,21 @@ from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
 from clamp.recordings.watch import Watch
 
-RESULT_OP = "amp.record"  # name of the nodes that stand for results
-
 
 class CannotReplay(Exception):
     """A recording cannot be replayed; the message says why."""
 
 
+def without_graph(node: Node) -> Node:
+    """A node of the same value: backward runs inside a recorded function, or not at all."""
+    return Node(value=node.value, op_name=node.op_name if bridge.is_leaf(node) else ENDED)
+
+
 def detached(result: Any) -> Any:
-    """Nested results with nodes that have no graph: backward runs inside a recorded function, or not at all."""
+    """Nested results with nodes that have no graph."""
 
     def convert(x: Any) -> Any:
-        if not isinstance(x, Node) or bridge.is_leaf(x):
-            return value_now(x)
-        return Node(value=x.value, op_name=RESULT_OP)
+        return value_now(x) if not isinstance(x, Node) or bridge.is_leaf(x) else without_graph(x)
 
     return mapped(result, convert)
 
@@ -289,7 +291,7 @@ class Replayable:
                 f"it returns a {type(x).__name__} that it made on the host, which no replay makes. Return tensors, "
                 "and make the rest from them after the call"
             )
-        return x
+        return without_graph(x) if isinstance(x, Node) else x
 
     def _note_made(self, tensor: Tensor) -> None:
         if id(tensor) not in self._made:
@@ -309,7 +311,7 @@ class Replayable:
                 return given[id(x)]
             if isinstance(x, Tensor) or (isinstance(x, Node) and isinstance(x.value, Tensor)):
                 value = made.get(id(x.value), tensors.get(id(x.value), x.value))
-                return Node(value=value, op_name=RESULT_OP) if isinstance(x, Node) else value
+                return Node(value=value, op_name=x.op_name) if isinstance(x, Node) else value
             return call.arrays[self._array[id(x)]] if id(x) in self._array else value_now(x)
 
         return self._mapped(self._result, now)

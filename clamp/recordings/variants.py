@@ -163,6 +163,11 @@ class Variants:
         if why is not None:
             self._warn(why)
 
+    def never(self) -> None:
+        """No call is recorded or replayed any more."""
+        self.clear()
+        self._never = True
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """Around a run of the pass: what it changes itself is no change for any recording."""

@@ -23,7 +23,7 @@ from netcl.optim.ema import ModelEMA
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.scaling.dynamic_scale import ScaleRule
-from tests.networks import loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.reference import to_device, to_numpy
 
@@ -818,7 +818,59 @@ def test_what_is_not_worth_recording_is_recorded_no_more(queue: cl.CommandQueue,
     assert made[0] == made[-1] < 100
 
 
-def test_results_have_no_graph_whether_they_are_run_recorded_or_replayed(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("calls", [1, 3, 5])
+@pytest.mark.parametrize("held", ["alone", "in a dict", "method"])
+def test_backward_through_results_is_as_without_recording_or_refused(
+    queue: cl.CommandQueue, held: str, calls: int
+) -> None:
+    """What ran has its graph, and once that is used the function runs as it is; recorded calls have none to give."""
+    x, y = batch(queue, 8, 16, 3)
+
+    class Net:
+        def __init__(self) -> None:
+            self.body, self.head = mlp(queue, 16, 8, seed=1), mlp(queue, 8, 3, seed=2)
+            self.optimizer = SGD([*self.body.parameters(), *self.head.parameters()], lr=0.5)
+
+        def features(self, x: Tensor) -> Any:
+            found = self.body(ag.tensor(x))
+            return {"found": found} if held == "in a dict" else found
+
+        @amp.record
+        def recorded(self, x: Tensor) -> Any:
+            return self.features(x)
+
+        @property
+        def weights(self) -> list[np.ndarray]:
+            return weights_of(self.body) + weights_of(self.head)
+
+    def train(net: Net, features: Any, calls: int) -> None:
+        for _ in range(calls):
+            found = features(x)
+        head = net.head(found["found"] if held == "in a dict" else found)
+        with handle.scale_loss(ag.mul(ag.mse_loss(head, ag.tensor(y)), 2.0**-6), net.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        net.optimizer.step()
+
+    with amp.init(loss_scale=2.0**8) as handle:
+        net, eager = Net(), Net()
+        recorded = net.recorded if held == "method" else amp.record(net.features)
+        if calls > 1:
+            before = net.weights
+            with pytest.raises(RuntimeError, match=r"what a recorded function returned.* ag\.tensor\(node\.value\)"):
+                train(net, recorded, calls)
+            assert_same(net.weights, before)
+            return
+        with pytest.warns(UserWarning, match="runs as it is.*: backward runs through what it returns"):
+            train(net, recorded, 1)
+        train(eager, eager.features, 1)
+        for calls in (3, 1):
+            train(net, recorded, calls)
+            train(eager, eager.features, calls)
+        assert recorded.recordings == 0
+        assert_same(net.weights, eager.weights)
+
+
+def test_results_of_recorded_calls_have_no_graph(queue: cl.CommandQueue) -> None:
     weight = Parameter.from_host(queue, np.ones((2, 2), np.float32))
 
     @amp.record
@@ -827,9 +879,9 @@ def test_results_have_no_graph_whether_they_are_run_recorded_or_replayed(queue: 
         return [product, {"again": product, "number": 3, "leaf": ag.tensor(x)}]
 
     with amp.init():
-        for _ in range(4):
+        for number in range(4):
             product, rest = call(to_device(queue, np.ones((2, 2))))
-            for node in (product, rest["again"]):
+            for node in (product, rest["again"]) if number else ():
                 assert not node.parents
                 with pytest.raises(RuntimeError, match="graph"):
                     ag.sum(node).backward()

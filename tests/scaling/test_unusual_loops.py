@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_backward_of_a_dead_tapes_loss_is_refused_by_a_tape_too(queue: cl.Comman
     gc.collect()
     with pytest.raises(RuntimeError, match="the tape that recorded it is gone"):
         ag.Tape().backward(loss)
+
+
+@pytest.mark.parametrize("again", ["another tape of the name", "a function that returns", "kept", "a constant"])
+def test_a_part_of_the_loss_that_has_lost_its_tape_is_named(task: Task, handle: amp.AmpHandle, again: str) -> None:
+    """A tape that dies takes its graph along: the loss trains what was computed since, and nothing before."""
+    second = Task(task.queue, (3, 2))
+
+    def features() -> Any:
+        with ag.Tape() as tape:
+            found = ag.matmul_op(ag.tensor(to_device(task.queue, np.ones((2, 4)))), ag.tensor(task.weight))
+        return (found, tape) if again in ("kept", "another tape of the name") else (found, None)
+
+    hidden, tape = features()
+    first = tape if again == "kept" else None
+    with ag.Tape() as tape:
+        hidden = ag.tensor(hidden.value) if again == "a constant" else hidden
+        loss = ag.mean(ag.matmul_op(hidden, ag.tensor(second.weight)))
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with handle.scale_loss(loss, [task.optimizer, second.optimizer]) as scaled_loss:
+            tape.backward(scaled_loss)
+    told = [str(one.message) for one in said if "the tape that recorded it is gone" in str(one.message)]
+    assert (task.weight.grad is None) == (first is None)
+    assert len(told) == (again in ("another tape of the name", "a function that returns"))
+    assert all("what matmul gave, of shape (2, 3)" in one for one in told)
 
 
 def test_a_tape_that_dies_after_scaling_is_named(task: Task, handle: amp.AmpHandle) -> None:
