@@ -23,6 +23,7 @@ from clamp.interrupts import holding
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.params import gradient_marks, masters
 from clamp.params.gradient_marks import copied
+from clamp.params.updates import step_clock
 from clamp.params.weight_cache import weights
 from clamp.recordings.arguments import Arguments, Key
 from clamp.recordings.attempt import Attempt
@@ -108,6 +109,12 @@ class Graph:
         """Returns what the graph computes; override it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method build(self, ...): what the graph computes")
 
+    def __getattr__(self, name: str) -> Any:
+        own = type(self).__name__
+        if "_recorder" not in vars(self):
+            raise AttributeError(f"{own}.{name} is not there yet: call super().__init__() first in {own}.__init__")
+        raise AttributeError(f"{own!r} object has no attribute {name!r}")
+
     # ------------------------------------------------------------------------------------------ setting up
 
     def add_optimizer(self, optimizer: Any) -> None:
@@ -138,8 +145,11 @@ class Graph:
         elif isinstance(grad_scaler, GradScaler | StaticGradScaler):
             self._own_scale, self._grad_scaler = grad_scaler.make(), None
         else:
-            given = type(grad_scaler).__name__
-            raise TypeError(f"set_grad_scaler takes a GradScaler or a StaticGradScaler, got {given}")
+            given = f"{type(grad_scaler).__module__}.{type(grad_scaler).__name__}"
+            raise TypeError(
+                "set_grad_scaler takes a GradScaler or a StaticGradScaler, of clamp.amp or clamp.compat.oneflow, got "
+                f"{given.removeprefix('builtins.')}"
+            )
         self._guards = StepGuards() if self._grad_scaler is None else self._grad_scaler._scaling.guards
         for optimizer in self._optimizers:
             self._guards.of(optimizer)
@@ -199,7 +209,8 @@ class Graph:
             What ``build`` returns, with tensors in place of nodes, each in memory of its own.
 
         Raises:
-            RuntimeError: ``build`` runs no ``backward`` for an optimizer to step by, or does what no replay can.
+            RuntimeError: ``build`` runs no ``backward`` for an optimizer to step by, steps one itself, or does what no
+                replay can.
             ValueError: ``build`` computes nothing from one of the tensors.
         """
         session.ensure_patched()
@@ -241,9 +252,15 @@ class Graph:
         if not self._optimizers:
             with bridge.no_grad():
                 return self.build(*nodes)
-        self._passes = 0
+        self._passes, begin = 0, step_clock.now
         with _backward_is(self._backward):
             outputs = self.build(*nodes)
+        for optimizer in self._optimizers:
+            if step_clock.has_ticked(optimizer, begin):
+                raise RuntimeError(
+                    f"{type(self).__name__}.build has called {type(optimizer).__name__}.step(), and the graph steps "
+                    "its optimizers itself when build is done, so that they would step twice: leave it out"
+                )
         if not self._passes:
             raise RuntimeError(
                 f"{type(self).__name__}.build ran no loss.backward(), and there is an optimizer to step: call it "

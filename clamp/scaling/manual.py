@@ -224,7 +224,9 @@ class ManualScaling:
         self._require_scaled("step()")
         round_ = self._round(optimizer)
         if round_.stage is Stage.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "step() has already been called since the last update(): call update() after all optimizers."
+            )
         if round_.stage is Stage.READY:
             self.unscale_(optimizer)
         else:

@@ -16,6 +16,7 @@ from netcl.optim import SGD
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
+from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.recipes import RECIPES, Made, Recipe, make
@@ -273,6 +274,8 @@ def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
         graph([x], y)
     with pytest.raises(TypeError, match="takes a GradScaler or a StaticGradScaler"):
         Graph().set_grad_scaler(2.0**16)
+    with pytest.raises(TypeError, match=r"of clamp\.amp or .*, got clamp\.compat\.paddle\.GradScaler"):
+        Graph().set_grad_scaler(PaddleScaler())
     with pytest.raises(TypeError, match="params"):
         Graph().add_optimizer(model)
     with pytest.raises(ValueError, match="float64"):
@@ -282,6 +285,42 @@ def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
             GradScaler(**wrong)
     with pytest.raises(ValueError, match="the loss scale"):
         StaticGradScaler(-1.0)
+
+
+@pytest.mark.parametrize("around", ["nothing", "init"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_build_is_refused(queue: cl.CommandQueue, name: str, around: str) -> None:
+    """It would be made twice."""
+    model = mlp(queue, 10, 16, 3)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if around == "init":
+        amp.init()
+
+    class Steps(Train):
+        def build(self, x: Any, y: Any) -> Any:
+            loss = super().build(x, y)
+            optimizer.step()
+            return loss
+
+    with pytest.raises(RuntimeError, match=rf"Steps\.build has called {type(optimizer).__name__}\.step\(\)"):
+        Steps(model, optimizer)(to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))
+
+
+@pytest.mark.parametrize("first", ["add_optimizer", "config", "set_grad_scaler", "loss_scale", "()"])
+def test_a_graph_without_its_init_says_so(queue: cl.CommandQueue, first: str) -> None:
+    class Forgets(Graph):
+        def __init__(self) -> None:
+            self.model = mlp(queue, 10, 16, 3)
+
+        def build(self, x: Any) -> Any:
+            return self.model(x)
+
+    graph, x = Forgets(), to_device(queue, BATCHES[0])
+    given = {"add_optimizer": (SGD(graph.model.parameters()),), "set_grad_scaler": (GradScaler(),)}
+    with pytest.raises(AttributeError, match=r"call super\(\)\.__init__\(\) first in Forgets\.__init__"):
+        graph(x) if first == "()" else getattr(graph, first)(*given.get(first, ()))
+    with pytest.raises(AttributeError, match="'Train' object has no attribute 'modle'"):
+        _ = Train(graph.model, SGD(graph.model.parameters())).modle
 
 
 class Recorded(Graph):
