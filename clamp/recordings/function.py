@@ -122,7 +122,7 @@ class RecordedFunction:
     def _call(self, call: Arguments) -> Any:
         if RESULTS.needs_values:
             with self._variants.following():
-                return self._detached(self.__wrapped__(*call.args, **call.kwargs))
+                return self.__wrapped__(*call.args, **call.kwargs)
         scaling = session.active_scaling()
         tokens: Tokens = {} if scaling is None else scaling.guards.tokens()
         key, known = self._key(call, tokens), Known(tokens)
