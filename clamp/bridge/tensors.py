@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.opencl.device import require_usable
+from clamp.opencl.program import STORAGE as STORAGE
 
 #: a dtype as users write it; `dtype_name` reads it
 DTypeLike: TypeAlias = str | type | np.dtype[Any]
-#: netcl's names for a storage type -> the name kernels use (common.clh).
-STORAGE = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
 HALF_DTYPES = frozenset({"float16", "half", "bfloat16"})
 _CANONICAL = {"float": "float32", "half": "float16", "double": "float64", "int": "int32"}
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}

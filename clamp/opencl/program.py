@@ -6,6 +6,9 @@ A kernel is declared once, beside the function that launches it, and called with
     ...
     CAST(queue, (groups,), (1,), x, y, x.size, 4096, X_T="f32", Y_T="f16")
 
+A kernel that is declared with names of its first arguments, ``Kernel("pad.cl", "pad_rows", "X Y")``, finds out the
+storage types of these tensors by itself, and its file's section for it (``PAD_ROWS``).
+
 Numbers are converted to the types that the compiled kernel says its arguments have. Programs are built once per context
 and set of macros. Kernels are held per thread, because a ``cl.Kernel`` carries its arguments from one call to the next;
 they are launched by calling them: netcl records launches by wrapping ``cl.Kernel.__call__``. `Kernel.bind` gives what
@@ -24,7 +27,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from operator import call
+from itertools import compress
+from operator import attrgetter, call
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +40,10 @@ from clamp.opencl.progress import PROGRESS
 from clamp.opencl.shortage import explain_shortage
 
 _COMMON = "common.clh"
+#: netcl's names for a storage type -> the name that kernels use (common.clh)
+STORAGE = {"float32": "f32", "float": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16"}
+#: the same, and of whole numbers that some kernels read
+READ_STORAGE = {**STORAGE, "int32": "i32", "int": "i32", "int64": "i64"}
 # Scalars by their names in OpenCL C. A program is built with -cl-kernel-arg-info, so that its kernels know them.
 _SCALARS = {"int": np.int32, "uint": np.uint32, "long": np.int64, "ulong": np.uint64, "float": np.float32}
 _OPTIONS = ("-cl-kernel-arg-info",)
@@ -44,6 +52,8 @@ _ARGUMENTS = frozenset((int, float, bool, np.float32, cl.Buffer, cl.SVM))
 # The PoCL that kernels/builtins.clh is written for, and what has its compiler read that in place of a longer header.
 _SHORTENED = "PoCL 3.1"
 _SHORTENING = ("-D_OPENCL_H_", "-DDECLARE_BUILTINS")
+
+_dtype_of = attrgetter("dtype")
 
 Finish: TypeAlias = Callable[[bytes], bytes]
 
@@ -191,6 +201,9 @@ class Kernel:
 
     file: str  # name of the file
     name: str  # of the kernel in it
+    # Of its first arguments, tensors, the names whose macros say how they are stored: "X Y" are X_T and Y_T; "-" is an
+    # argument without. With any of these, the macro of the kernel's own name, in capitals, is 1: its section.
+    tensors: str = ""
     # what makes the program's binary out of the compiler's; None where that is good as it is
     finish: Finish | None = None
     options: tuple[str, ...] = ()  # of one maker's compiler
@@ -207,7 +220,7 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        kernel = self.on(queue, **macros)
+        kernel = self.on(queue, *map(_dtype_of, compress(args, self._are_typed)), **macros)
         buffers = [x if type(x) in _ARGUMENTS else getattr(x, "buffer", x) for x in args]
         try:
             event: cl.Event = kernel(queue, global_size, local_size, *buffers)
@@ -221,20 +234,35 @@ class Kernel:
         """The kernel for any device, where macros make it plain C: without what is for one maker's compiler."""
         return replace(self, finish=None, options=())
 
-    def on(self, queue: cl.CommandQueue, **macros: object) -> cl.Kernel:
+    @functools.cached_property
+    def _are_typed(self) -> list[bool]:
+        return [name != "-" for name in self.tensors.split()]
+
+    @functools.cached_property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.file, self.name, self.tensors, self.finish, self.options
+
+    def on(self, queue: cl.CommandQueue, /, *dtypes: str, **macros: object) -> cl.Kernel:
         """This thread's kernel for the queue's context, compiled with ``macros``.
+
+        Args:
+            dtypes: of the ``tensors`` that it is declared with.
 
         Raises:
             KernelBuildError: the device's compiler rejected the program, or ``finish`` raised ValueError.
         """
         # Its fields and the macros' names and values, which know their hashes: this runs at each launch.
-        key = (queue.context.int_ptr, self.file, self.name, self.finish, self.options, *macros, *macros.values())
+        key = (queue.context.int_ptr, *self._fields, *dtypes, *macros, *macros.values())
         try:
             return _per_thread.kernels[key]
         except AttributeError:
             _per_thread.kernels = {}
         except KeyError:
             pass
+        if self.tensors:
+            names = compress(self.tensors.split(), self._are_typed)
+            types = {f"{name}_T": READ_STORAGE[dtype] for name, dtype in zip(names, dtypes, strict=True)}
+            macros = {self.name.upper(): 1, **types, **macros}
         built = _get_program(queue.context, self.file, macros, self.finish, self.options)
         _per_thread.kernels[key] = kernel = built.kernel(self.name)
         return kernel

@@ -17,11 +17,11 @@ from clamp.ops.launch import launch, plan_rows
 from clamp.ops.loss import LABEL_STORAGE
 from clamp.ops.reduce import reduce_sum
 
-ALL_PAIRS = Kernel("distances.cl", "all_pairs")
-GATHER = Kernel("distances.cl", "gather")
-TRIPLET = Kernel("distances.cl", "triplet")
-CONTRASTIVE = Kernel("distances.cl", "contrastive")
-PARTNERS = Kernel("distances.cl", "partners")
+ALL_PAIRS = Kernel("distances.cl", "all_pairs", "X Y D")
+GATHER = Kernel("distances.cl", "gather", "X Y S")
+TRIPLET = Kernel("distances.cl", "triplet", "X Y Z")
+CONTRASTIVE = Kernel("distances.cl", "contrastive", "X Y LABEL")
+PARTNERS = Kernel("distances.cl", "partners", "X Y Z - G DX")
 
 _TILE_CPU = 4  # rows and columns whose sums stay in registers
 _WIDTH_CPU = 64  # columns a work-item goes along
@@ -46,9 +46,7 @@ def all_pairs(x: Tensor, y: Tensor, *, out_dtype: str, root: bool = False) -> Te
     tile, width = (_TILE_CPU, _WIDTH_CPU) if is_cpu else (1, 1)
     items = -(-rows // tile) * -(-columns // width)
     ALL_PAIRS(
-        queue, *launch(queue, items), x, y, out, rows, columns, n, width,
-        ALL_PAIRS=1, TILE=tile, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], D_T=bridge.STORAGE[out_dtype],
-        **({"ROOT": 1} if root else {}),
+        queue, *launch(queue, items), x, y, out, rows, columns, n, width, TILE=tile, **({"ROOT": 1} if root else {})
     )  # fmt: skip
     return out
 
@@ -81,8 +79,7 @@ def gather(
     steps = (1, rows) if transpose else (columns, 1)
     GATHER(
         queue, *launch(queue, rows * -(-n // (16 * wide))), x, y, slopes, *given, out, rows, columns, n, *steps, scale,
-        GATHER=1, WIDE=wide, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], S_T=bridge.STORAGE[slopes.dtype],
-        DX_T=bridge.STORAGE[out_dtype], **macros,
+        WIDE=wide, DX_T=bridge.STORAGE[out_dtype], **macros,
     )  # fmt: skip
     return out
 
@@ -107,10 +104,8 @@ def triplet_loss(
     Args:
         root: d is ``sqrt(squared distance + 1e-8)``, else the squared distance.
     """
-    macros: dict[str, object] = {"TRIPLET": 1, **({"ROOT": 1} if root else {})}
-    types = {"X_T": anchor, "Y_T": positive, "Z_T": negative}
-    macros |= {name: bridge.STORAGE[tensor.dtype] for name, tensor in types.items()}
-    return _partner_loss(TRIPLET, macros, (anchor, positive, negative), margin, mean)
+    macros = {"ROOT": 1} if root else {}
+    return _partner_loss(TRIPLET, (anchor, positive, negative), margin, mean, **macros)
 
 
 def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: bool) -> PartnerLoss:
@@ -119,25 +114,18 @@ def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: 
     Args:
         labels: N numbers in any dtype of ``LABEL_STORAGE``; floating ones are cut to whole numbers, as in netcl.
     """
-    macros: dict[str, object] = {
-        "CONTRASTIVE": 1, "LABEL_T": LABEL_STORAGE[labels.dtype],
-        "X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[y.dtype],
-    }  # fmt: skip
-    return _partner_loss(CONTRASTIVE, macros, (x, y, labels), margin, mean)
+    return _partner_loss(CONTRASTIVE, (x, y, labels), margin, mean)
 
 
 def _partner_loss(
-    kernel: Kernel, macros: dict[str, object], inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool
+    kernel: Kernel, inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool, **macros: object
 ) -> PartnerLoss:
     x = inputs[0]
     (rows, n), queue = x.shape, x.queue
     losses, slopes = bridge.empty(queue, (rows,), "float32"), bridge.empty(queue, (rows, 2), "float32")
     if rows:
         plan = plan_rows(queue, rows, n)
-        kernel(
-            queue, plan.global_size, plan.local_size, *inputs, losses, slopes, rows, n, plan.each, margin,
-            **plan.macros, **macros,
-        )  # fmt: skip
+        kernel(queue, *plan.sizes, *inputs, losses, slopes, rows, n, plan.each, margin, **plan.macros, **macros)
     divisor = float(max(rows, 1)) if mean else 1.0
     return PartnerLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
 
@@ -158,9 +146,7 @@ def partner_gradient(
     each = plan_rows(queue, rows, n).each
     PARTNERS(
         queue, *launch(queue, -(-rows // each)), x, y, z, forward.slopes, grad, out, rows, n, each, first,
-        2.0 / forward.divisor,
-        PARTNERS=len(partners), X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], Z_T=bridge.STORAGE[z.dtype],
-        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
+        2.0 / forward.divisor, PARTNERS=len(partners),
     )  # fmt: skip
     return out
 
@@ -212,7 +198,8 @@ def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: boo
     n, queue = x.shape[0], x.queue
     loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
     plan = plan_rows(queue, 1, n)
-    ACTIVE_MEAN(queue, plan.local_size, plan.local_size, losses, counts, loss, count, n, ACTIVE=1, **plan.macros)
+    _, group = plan.sizes
+    ACTIVE_MEAN(queue, group, group, losses, counts, loss, count, n, ACTIVE=1, **plan.macros)
     return TripletLoss(loss, slopes, count=count)
 
 
@@ -236,10 +223,7 @@ def _over_anchors(
         every = kernel is ALL_TRIPLETS
         macros = {"ALL" if every else "HARDEST": 1, **({"ROOT": 1} if root else {})}
         outputs = (slopes, losses, active) if every else (slopes, losses)
-        kernel(
-            queue, plan.global_size, plan.local_size, distances, classes, *outputs, n, plan.each, margin,
-            **plan.macros, **macros,
-        )  # fmt: skip
+        kernel(queue, *plan.sizes, distances, classes, *outputs, n, plan.each, margin, **plan.macros, **macros)
     return losses, slopes, active
 
 

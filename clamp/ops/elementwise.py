@@ -20,7 +20,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel, Launch, Prepared
+from clamp.opencl.program import READ_STORAGE, Kernel, Launch, Prepared
 from clamp.ops.arguments import at_least, at_most, bounds, saturated
 from clamp.ops.launch import index_type, launch, pieces_for, span_for
 
@@ -58,8 +58,6 @@ OPS: dict[str, tuple[int, int]] = {
 #: Functions whose result may be one of their numbers as it is: how those are held in the result's type. What the others
 #: do with a number is arithmetic, or a comparison, in float32.
 _HOLD: dict[str, Callable[[float, str], float]] = {"where": saturated, "maximum": at_least, "minimum": at_most}
-
-_INPUT_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 
 
 class _LaunchPlan(NamedTuple):
@@ -141,7 +139,7 @@ def _make_plan(
         dims = _collapse(shapes, shape)
         macros: dict[str, object] = {"OP": f"op_{op}", "ARITY": len(operands), "PARAMETERS": parameter_count}
         for k, x in enumerate(operands):
-            macros[f"X{k}_T"] = _INPUT_STORAGE[x.dtype] if isinstance(x, Tensor) else "arg"
+            macros[f"X{k}_T"] = READ_STORAGE[x.dtype] if isinstance(x, Tensor) else "arg"
             if len(dims) == 1:
                 macros[f"X{k}_STEP"] = dims[0][1 + k]
         macros |= {"Y_T": bridge.STORAGE[out_dtype], "STRIDED": int(len(dims) > 1), "PIECES": pieces_for(queue)}

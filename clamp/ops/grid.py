@@ -19,13 +19,13 @@ from clamp.ops.cast import cast
 from clamp.ops.launch import launch
 from clamp.ops.reduce import reduce_sum
 
-GRID_SAMPLE = Kernel("grid.cl", "grid_sample")
-GRID_SAMPLE_BACKWARD_GRID = Kernel("grid.cl", "grid_sample_backward_grid")
-GRID_SAMPLE_BACKWARD_INPUT = Kernel("grid.cl", "grid_sample_backward_input")
-AFFINE_GRID = Kernel("grid.cl", "affine_grid")
-AFFINE_GRID_BACKWARD = Kernel("grid.cl", "affine_grid_backward")
-ROTATION = Kernel("grid.cl", "rotation")
-ROTATION_BACKWARD = Kernel("grid.cl", "rotation_backward")
+GRID_SAMPLE = Kernel("grid.cl", "grid_sample", "X GRID Y")
+GRID_SAMPLE_BACKWARD_GRID = Kernel("grid.cl", "grid_sample_backward_grid", "G X GRID Y")
+GRID_SAMPLE_BACKWARD_INPUT = Kernel("grid.cl", "grid_sample_backward_input", "G GRID")
+AFFINE_GRID = Kernel("grid.cl", "affine_grid", "X Y")
+AFFINE_GRID_BACKWARD = Kernel("grid.cl", "affine_grid_backward", "G")
+ROTATION = Kernel("grid.cl", "rotation", "X")
+ROTATION_BACKWARD = Kernel("grid.cl", "rotation_backward", "G X Y")
 
 PADDING_MODES = ("zeros", "border")
 
@@ -55,8 +55,7 @@ def grid_sample(
     each = _each(x.queue, units, span * block)
     GRID_SAMPLE(
         x.queue, *launch(x.queue, -(-units // each)), x, grid, out, c, h, w, positions, int(align_corners), block,
-        blocks, spans, each, units,
-        GRID_SAMPLE=1, Y_T=bridge.STORAGE[out_dtype], **_macros(x, grid, padding_mode, span),
+        blocks, spans, each, units, BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
     )  # fmt: skip
     return out
 
@@ -76,9 +75,7 @@ def grid_sample_backward_grid(
     each = _each(x.queue, n * spans, span * max(c, 1))
     GRID_SAMPLE_BACKWARD_GRID(
         x.queue, *launch(x.queue, -(-n * spans // each)), grad, x, grid, out, c, h, w, positions, int(align_corners),
-        spans, each, n * spans,
-        GRID_SAMPLE_BACKWARD_GRID=1, G_T=bridge.STORAGE[grad.dtype], Y_T=bridge.STORAGE[out_dtype],
-        **_macros(x, grid, padding_mode, span),
+        spans, each, n * spans, BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
     )  # fmt: skip
     return out
 
@@ -110,7 +107,7 @@ def grid_sample_backward_input(
         GRID_SAMPLE_BACKWARD_INPUT(
             grad.queue, *launch(grad.queue, n * blocks * bands), grad, grid, out, recent, interval, c, h, w, positions,
             int(align_corners), block, blocks, band, bands, n * blocks * bands,
-            GRID_SAMPLE_BACKWARD_INPUT=1, G_T=bridge.STORAGE[grad.dtype], **_macros(grad, grid, padding_mode, span),
+            X_T=bridge.STORAGE[grad.dtype], BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
         )  # fmt: skip
     return cast(out, out_dtype)
 
@@ -132,10 +129,8 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool = False,
     if out.size == 0:
         return out
     each = _each(theta.queue, n * oh, 2 * ow)
-    AFFINE_GRID(
-        theta.queue, *launch(theta.queue, -(-n * oh // each)), theta, out, oh, ow, int(align_corners), each, n * oh,
-        AFFINE_GRID=1, X_T=bridge.STORAGE[theta.dtype], Y_T=bridge.STORAGE[out_dtype],
-    )  # fmt: skip
+    sizes = launch(theta.queue, -(-n * oh // each))
+    AFFINE_GRID(theta.queue, *sizes, theta, out, oh, ow, int(align_corners), each, n * oh)
     return out
 
 
@@ -151,10 +146,8 @@ def affine_grid_backward(grad: Tensor, align_corners: bool = False, *, out_dtype
     rows = -(-oh // parts)
     parts = -(-oh // rows)
     sums = bridge.empty(grad.queue, (n, parts, 6), "float32")
-    AFFINE_GRID_BACKWARD(
-        grad.queue, *launch(grad.queue, n * parts), grad, sums, oh, ow, int(align_corners), rows, parts, n * parts,
-        AFFINE_GRID_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype],
-    )  # fmt: skip
+    sizes = launch(grad.queue, n * parts)
+    AFFINE_GRID_BACKWARD(grad.queue, *sizes, grad, sums, oh, ow, int(align_corners), rows, parts, n * parts)
     return bridge.view(reduce_sum(sums, 1, out_dtype=out_dtype), (n, 2, 3))
 
 
@@ -164,10 +157,7 @@ def rotation(angles: Tensor, n: int) -> Tensor:
         raise ValueError(f"rotate_2d_grid: {angles.size} angles for {n} images; pass one, or one for each")
     theta = bridge.empty(angles.queue, (n, 2, 3), "float32")
     if n:
-        ROTATION(
-            angles.queue, *launch(angles.queue, n), angles, theta, angles.size, n,
-            ROTATION=1, X_T=bridge.STORAGE[angles.dtype],
-        )  # fmt: skip
+        ROTATION(angles.queue, *launch(angles.queue, n), angles, theta, angles.size, n)
     return theta
 
 
@@ -176,11 +166,7 @@ def rotation_backward(grad: Tensor, angles: Tensor, *, out_dtype: str) -> Tensor
     out = bridge.empty(angles.queue, angles.shape, out_dtype)
     if out.size:
         sizes = launch(angles.queue, angles.size)
-        ROTATION_BACKWARD(
-            angles.queue, *sizes, grad, angles, out, angles.size, grad.shape[0],
-            ROTATION_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[angles.dtype],
-            Y_T=bridge.STORAGE[out_dtype],
-        )  # fmt: skip
+        ROTATION_BACKWARD(angles.queue, *sizes, grad, angles, out, angles.size, grad.shape[0])
     return out
 
 
@@ -198,11 +184,6 @@ def _check(shape: Sequence[int], grid: Sequence[int], padding_mode: str) -> None
         raise ValueError(f"grid_sample: an input of shape {tuple(shape)} has no pixels to sample")
     if shape[2] * shape[3] >= 2**31:
         raise ValueError(f"grid_sample: planes of {shape[2]} x {shape[3]} elements are too large")
-
-
-def _macros(x: Tensor, grid: Tensor, padding_mode: str, span: int) -> dict[str, object]:
-    types = {"X_T": bridge.STORAGE[x.dtype], "GRID_T": bridge.STORAGE[grid.dtype]}
-    return {**types, "BORDER": PADDING_MODES.index(padding_mode), "SPAN": span}
 
 
 def _span(queue: cl.CommandQueue) -> int:

@@ -20,14 +20,14 @@ from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, 
 from clamp.ops.launch import column_width, index_type, launch, plan_rows, span_for
 
 PICK = Kernel("indexing.cl", "pick")
-ADD_LISTED = Kernel("indexing.cl", "add_listed")
-ADD_SORTED = Kernel("indexing.cl", "add_sorted")
+ADD_LISTED = Kernel("indexing.cl", "add_listed", "X - Y")
+ADD_SORTED = Kernel("indexing.cl", "add_sorted", "X - - Y")
 COUNT_DIGITS = Kernel("indexing.cl", "count_digits")
 SCAN_COUNTS = Kernel("indexing.cl", "scan_counts")
 MOVE_KEYS = Kernel("indexing.cl", "move_keys")
 FIND_SEGMENTS = Kernel("indexing.cl", "find_segments")
-ONE_HOT = Kernel("indexing.cl", "one_hot")
-TO_INDEX = Kernel("indexing.cl", "to_index")
+ONE_HOT = Kernel("indexing.cl", "one_hot", "- Y")
+TO_INDEX = Kernel("indexing.cl", "to_index", "X")
 
 _PIECES = 4  # CPU: pieces of work for each core, at most
 _INDEX_COST = 200  # CPU: elements moved in the time that ten owners take to look at an index
@@ -107,11 +107,9 @@ def index_add(x: Tensor, shape: Sequence[int], axis: int, index: Tensor, out: Te
     add(x, index, out, base, (outer, dim, inner))
 
 
-def _macros(x: Tensor, out: Tensor, base: Tensor | None) -> dict[str, object]:
-    macros: dict[str, object] = {"ADD": 1, "X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out.dtype]}
-    if base is not None:
-        macros["BASE_T"] = bridge.STORAGE[base.dtype]
-    return {**macros, "IN_PLACE": int(base is out)}
+def _macros(out: Tensor, base: Tensor | None) -> dict[str, object]:
+    types = {} if base is None else {"BASE_T": bridge.STORAGE[base.dtype]}
+    return {"ADD": 1, "IN_PLACE": int(base is out), **types}
 
 
 def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, extents: tuple[int, int, int]) -> None:
@@ -128,8 +126,7 @@ def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, exte
     bases = () if base is None else (base,)
     ADD_LISTED(
         x.queue, *launch(x.queue, slices * owners), x, index, out, lists, dim, n, inner, outer, slices, owners, block,
-        *bases,
-        ADD_LISTED=1, **_macros(x, out, base),
+        *bases, **_macros(out, base),
     )  # fmt: skip
 
 
@@ -144,7 +141,7 @@ def _add_sorted(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, exte
     sizes = ((groups * columns, lanes), (columns, lanes)) if crowded else launch(x.queue, groups)
     ADD_SORTED(
         x.queue, *sizes, x, positions, starts, out, dim, n, inner, outer, *bases,
-        ADD_SORTED=1, LANES=lanes, COLUMNS=columns, **_macros(x, out, base),
+        LANES=lanes, COLUMNS=columns, **_macros(out, base),
     )  # fmt: skip
 
 
@@ -181,7 +178,7 @@ def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
     if out.size:
         span = span_for(index.queue, index.size)
         sizes = launch(index.queue, -(-index.size // span))
-        ONE_HOT(index.queue, *sizes, index, out, index.size, classes, span, ONE_HOT=1, Y_T=bridge.STORAGE[out_dtype])
+        ONE_HOT(index.queue, *sizes, index, out, index.size, classes, span)
     return out
 
 
@@ -190,19 +187,16 @@ def to_index(x: Tensor) -> Tensor:
     out = bridge.empty(x.queue, (x.size,), "int32")
     if x.size:
         span = span_for(x.queue, x.size)
-        TO_INDEX(
-            x.queue, *launch(x.queue, -(-x.size // span)), x, out, x.size, span,
-            TO_INDEX=1, X_T=bridge.STORAGE[x.dtype],
-        )  # fmt: skip
+        TO_INDEX(x.queue, *launch(x.queue, -(-x.size // span)), x, out, x.size, span)
     return out
 
 
 # ---------------------------------------------------------------------------------------------- the largest
 
-ARGMAX_ROWS = Kernel("topk.cl", "argmax_rows")
-ARGMAX_COLUMNS = Kernel("topk.cl", "argmax_columns")
-TOPK_HEAP = Kernel("topk.cl", "topk_heap")
-TOPK_SELECT = Kernel("topk.cl", "topk_select")
+ARGMAX_ROWS = Kernel("topk.cl", "argmax_rows", "X")
+ARGMAX_COLUMNS = Kernel("topk.cl", "argmax_columns", "X")
+TOPK_HEAP = Kernel("topk.cl", "topk_heap", "X")
+TOPK_SELECT = Kernel("topk.cl", "topk_select", "X")
 
 _TOPK_PIECES = 16  # pieces of work for each core of a CPU
 _LARGEST, _LAST = "INT_MAX", "INT_MIN"  # where a kernel puts NaN
@@ -219,20 +213,14 @@ def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
     out = bridge.empty(x.queue, shape or (1,), "int32")
     if out.size == 0:
         return out
-    macros = {"X_T": bridge.STORAGE[x.dtype], "NAN_KEY": _LARGEST}
     if inner == 1:
         plan = plan_rows(x.queue, outer, n)
-        ARGMAX_ROWS(
-            x.queue, plan.global_size, plan.local_size, x, out, outer, n, plan.each,
-            ARGMAX_ROWS=1, WG=plan.group, **macros,
-        )  # fmt: skip
+        ARGMAX_ROWS(x.queue, *plan.sizes, x, out, outer, n, plan.each, WG=plan.group, NAN_KEY=_LARGEST)
     else:
         width = column_width(x.queue, outer, n, inner)
         strips = -(-inner // width)
-        ARGMAX_COLUMNS(
-            x.queue, *launch(x.queue, strips * outer), x, out, n, inner, width, strips, outer,
-            ARGMAX_COLUMNS=1, **macros,
-        )  # fmt: skip
+        sizes = launch(x.queue, strips * outer)
+        ARGMAX_COLUMNS(x.queue, *sizes, x, out, n, inner, width, strips, outer, NAN_KEY=_LARGEST)
     return out
 
 
@@ -251,16 +239,15 @@ def topk(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     values, places = bridge.empty(x.queue, shape, x.dtype), bridge.empty(x.queue, shape, "int32")
     if values.size == 0:
         return values, places
-    word = _WORD[bridge.nbytes(x) // x.size]
-    macros = {"TOPK": 1, "X_T": bridge.STORAGE[x.dtype], "WORD": word, "NAN_KEY": _LAST}
+    macros: dict[str, object] = {"TOPK": 1, "WORD": _WORD[bridge.nbytes(x) // x.size], "NAN_KEY": _LAST}
     lanes = outer * inner
     device = capabilities(x.queue)
     if device.is_cpu:
         each = -(-lanes // (_TOPK_PIECES * device.compute_units))
         items = -(-lanes // each)
         heaps = bridge.empty(x.queue, (items * k * 2,), "int32")
-        TOPK_HEAP(x.queue, (items,), (1,), x, values, places, heaps, n, inner, k, lanes, each, TOPK_HEAP=1, **macros)
+        TOPK_HEAP(x.queue, (items,), (1,), x, values, places, heaps, n, inner, k, lanes, each, **macros)
         return values, places
     group = plan_rows(x.queue, lanes, n).group
-    TOPK_SELECT(x.queue, (lanes * group,), (group,), x, values, places, n, inner, k, TOPK_SELECT=1, WG=group, **macros)
+    TOPK_SELECT(x.queue, (lanes * group,), (group,), x, values, places, n, inner, k, WG=group, **macros)
     return values, places

@@ -12,9 +12,9 @@ from clamp.ops.launch import launch, plan_rows
 from clamp.ops.norm_rows import l2_normalize, l2_normalize_backward
 from clamp.ops.reduce import reduce_sum
 
-ROW_LOSS = Kernel("info_nce.cl", "row_loss")
-COLUMN_LOSS = Kernel("info_nce.cl", "column_loss")
-SIMILARITY_SLOPES = Kernel("info_nce.cl", "similarity_slopes")
+ROW_LOSS = Kernel("info_nce.cl", "row_loss", "-")
+COLUMN_LOSS = Kernel("info_nce.cl", "column_loss", "-")
+SIMILARITY_SLOPES = Kernel("info_nce.cl", "similarity_slopes", "- - - G")
 
 _EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
 
@@ -63,12 +63,9 @@ def info_nce(
     if n:
         plan = plan_rows(queue, n, n)
         tensors = (similarities, losses, tops, totals)
-        ROW_LOSS(
-            queue, plan.global_size, plan.local_size, *tensors, n, plan.each, temperature,
-            ROW_LOSS=1, **plan.macros,
-        )  # fmt: skip
+        ROW_LOSS(queue, *plan.sizes, *tensors, n, plan.each, temperature, **plan.macros)
         if symmetric:
-            COLUMN_LOSS(queue, *launch(queue, -(-n // 16)), *tensors, n, n, temperature, COLUMN_LOSS=1, WG=1)
+            COLUMN_LOSS(queue, *launch(queue, -(-n // 16)), *tensors, n, n, temperature, WG=1)
     divisor = float(sides * (max(n, 1) if mean else 1))
     loss = reduce_sum(losses, out_dtype="float32", divisor=divisor)
     return InfoNCE(loss, q, k, similarities, tops, totals, temperature, symmetric, divisor)
@@ -101,8 +98,8 @@ def _slopes(forward: InfoNCE, grad: Tensor) -> Tensor:
     if n:
         plan = plan_rows(queue, n, n)
         SIMILARITY_SLOPES(
-            queue, plan.global_size, plan.local_size, similarities, forward.tops, forward.totals, grad, slopes, n,
-            plan.each, forward.temperature, forward.divisor,
-            SLOPES=1, **plan.macros, G_T=bridge.STORAGE[grad.dtype], **({"SYMMETRIC": 1} if forward.symmetric else {}),
+            queue, *plan.sizes, similarities, forward.tops, forward.totals, grad, slopes, n, plan.each,
+            forward.temperature, forward.divisor,
+            SLOPES=1, **plan.macros, **({"SYMMETRIC": 1} if forward.symmetric else {}),
         )  # fmt: skip
     return slopes

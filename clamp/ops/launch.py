@@ -72,14 +72,9 @@ class RowPlan:
     macros: dict[str, object]  # what the kernel is built with
 
     @property
-    def global_size(self) -> tuple[int]:
-        """Work-items of the launch."""
-        return (self.groups * self.group,)
-
-    @property
-    def local_size(self) -> tuple[int]:
-        """Work-items of a work-group."""
-        return (self.group,)
+    def sizes(self) -> tuple[tuple[int], tuple[int]]:
+        """Work-items of the launch, and of a work-group."""
+        return (self.groups * self.group,), (self.group,)
 
 
 _row_plans = Prepared(1024)

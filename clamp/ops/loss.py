@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.program import READ_STORAGE, Kernel
 from clamp.ops.launch import RowPlan, plan_rows
 from clamp.ops.reduce import reduce_sum
 
 LABEL_LOSS = Kernel("loss.cl", "label_loss")
 LABEL_MEAN = Kernel("loss.cl", "label_mean")
-LABEL_GRADIENT = Kernel("loss.cl", "label_gradient")
-PROBABILITY_LOSS = Kernel("loss.cl", "probability_loss")
-PROBABILITY_GRADIENT = Kernel("loss.cl", "probability_gradient")
-HINGE_LOSS = Kernel("loss.cl", "hinge_loss")
-HINGE_GRADIENT = Kernel("loss.cl", "hinge_gradient")
+LABEL_GRADIENT = Kernel("loss.cl", "label_gradient", "X LABEL - - G DX")
+PROBABILITY_LOSS = Kernel("loss.cl", "probability_loss", "X T")
+PROBABILITY_GRADIENT = Kernel("loss.cl", "probability_gradient", "X T - G DX")
+HINGE_LOSS = Kernel("loss.cl", "hinge_loss", "X T")
+HINGE_GRADIENT = Kernel("loss.cl", "hinge_gradient", "X - G DX")
 
 _STATS = 4  # floats that the row kernels keep for each row
 
 #: dtypes labels may have; floating ones hold whole numbers, as netcl's ``Tensor.from_host`` makes by default
-LABEL_STORAGE = {**bridge.STORAGE, "int32": "i32", "int": "i32", "int64": "i64"}
+LABEL_STORAGE = READ_STORAGE
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ def _launch_losses(
     plan = plan_rows(x.queue, rows, n)
     losses, stats = bridge.empty(x.queue, (rows,), "float32"), bridge.empty(x.queue, (rows, _STATS), "float32")
     if rows:
-        kernel(
-            x.queue, plan.global_size, plan.local_size, x, targets, losses, stats, rows, n, plan.each, *numbers,
-            **plan.macros, X_T=bridge.STORAGE[x.dtype], **macros,
-        )  # fmt: skip
+        kernel(x.queue, *plan.sizes, x, targets, losses, stats, rows, n, plan.each, *numbers, **plan.macros, **macros)
     return losses, stats, plan
 
 
@@ -62,9 +59,7 @@ def _launch_gradient(
     if out.size:
         plan = plan_rows(x.queue, rows, n)
         kernel(
-            x.queue, plan.global_size, plan.local_size, x, *others, grad, out, rows, n, plan.each, *numbers,
-            **plan.macros, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[out_dtype],
-            **macros,
+            x.queue, *plan.sizes, x, *others, grad, out, rows, n, plan.each, *numbers, **plan.macros, **macros
         )  # fmt: skip
     return out
 
@@ -82,13 +77,12 @@ def label_loss(x: Tensor, labels: Tensor, ignore_index: int) -> RowLoss:
     Args:
         labels: N whole numbers, in any dtype of ``LABEL_STORAGE``.
     """
-    macros = {"LABELS": 1, "LABEL_T": LABEL_STORAGE[labels.dtype]}
+    # Both kernels are in one program.
+    macros = {"LABELS": 1, "X_T": bridge.STORAGE[x.dtype], "LABEL_T": LABEL_STORAGE[labels.dtype]}
     losses, stats, plan = _launch_losses(LABEL_LOSS, x, labels, ignore_index, **macros)
     loss, count = bridge.empty(x.queue, (1,), "float32"), bridge.empty(x.queue, (1,), "float32")
-    LABEL_MEAN(
-        x.queue, plan.local_size, plan.local_size, losses, stats, loss, count, x.shape[0],
-        **plan.macros, X_T=bridge.STORAGE[x.dtype], **macros,
-    )  # fmt: skip
+    _, group = plan.sizes
+    LABEL_MEAN(x.queue, group, group, losses, stats, loss, count, x.shape[0], **plan.macros, **macros)
     return RowLoss(loss, stats, count)
 
 
@@ -99,23 +93,19 @@ def label_gradient(x: Tensor, labels: Tensor, forward: RowLoss, grad: Tensor, ou
     """
     count = forward.stats if forward.count is None else forward.count
     counted = {} if forward.count is None else {"COUNTED": 1}
-    others = (labels, forward.stats, count)
-    return _launch_gradient(
-        LABEL_GRADIENT, x, others, grad, out_dtype, LABELS=1, LABEL_T=LABEL_STORAGE[labels.dtype], **counted
-    )
+    return _launch_gradient(LABEL_GRADIENT, x, (labels, forward.stats, count), grad, out_dtype, LABELS=1, **counted)
 
 
 def probability_loss(x: Tensor, t: Tensor) -> RowLoss:
     """Mean over rows of cross entropy, ``sum(t * (log(sum(exp(x))) - x))``, of logits x (N, C) against probabilities or
     one-hot rows t. Where t is 0, x may be -inf."""
-    losses, stats, _ = _launch_losses(PROBABILITY_LOSS, x, t, PROBABILITIES=1, T_T=bridge.STORAGE[t.dtype])
+    losses, stats, _ = _launch_losses(PROBABILITY_LOSS, x, t, PROBABILITIES=1)
     return RowLoss(_mean(losses), stats)
 
 
 def probability_gradient(x: Tensor, t: Tensor, forward: RowLoss, grad: Tensor, out_dtype: str) -> Tensor:
     """Gradient of ``probability_loss`` for the logits: (softmax * sum(t) - t) * grad / N."""
-    others, storage = (t, forward.stats), bridge.STORAGE[t.dtype]
-    return _launch_gradient(PROBABILITY_GRADIENT, x, others, grad, out_dtype, PROBABILITIES=1, T_T=storage)
+    return _launch_gradient(PROBABILITY_GRADIENT, x, (t, forward.stats), grad, out_dtype, PROBABILITIES=1)
 
 
 def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
@@ -123,7 +113,7 @@ def hinge_loss(x: Tensor, t: Tensor, margin: float) -> RowLoss:
 
     That is the first of a one-hot row of t that is not 0. A row of zeros has none, and score 0.
     """
-    losses, stats, _ = _launch_losses(HINGE_LOSS, x, t, margin, HINGE=1, T_T=bridge.STORAGE[t.dtype])
+    losses, stats, _ = _launch_losses(HINGE_LOSS, x, t, margin, HINGE=1)
     return RowLoss(_mean(losses), stats)
 
 

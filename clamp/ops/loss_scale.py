@@ -268,15 +268,10 @@ def fitted(grad: Tensor, dtype: str, scale: AppliedScale) -> tuple[Tensor, Tenso
     plan = plan_rows(queue, count, min(n, span))
     parts = bridge.empty(queue, (count,), "float32")
     up, down = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
-    LARGEST(
-        queue, plan.global_size, plan.local_size, grad, parts, n, span, count, plan.each,
-        X_T=bridge.STORAGE[grad.dtype], **plan.macros,
-    )  # fmt: skip
+    macros = {"X_T": bridge.STORAGE[grad.dtype], **plan.macros}  # of both: they are in one program
+    LARGEST(queue, *plan.sizes, grad, parts, n, span, count, plan.each, **macros)
     with scale_lock:
-        FIT(
-            queue, (1,), (1,), parts, up, down, scale.buffer(queue), count,
-            X_T=bridge.STORAGE[grad.dtype], **plan.macros,
-        )  # fmt: skip
+        FIT(queue, (1,), (1,), parts, up, down, scale.buffer(queue), count, **macros)
     return elementwise("mul", dtype, grad, up), down
 
 

@@ -15,17 +15,17 @@ from clamp.ops import norm_sets
 from clamp.ops.arguments import require_gradient
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch, parts_of, plan_rows
-from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, Tensors, storage_types
+from clamp.ops.norm_sets import IDENTITY, Activation, Inputs, Sets, Tensors
 from clamp.ops.reduce import reduce_sum
 
-PLANES_STATISTICS = Kernel("norm_planes_forward.cl", "planes_statistics")
-PLANES_FORWARD = Kernel("norm_planes_forward.cl", "planes_forward")
-BATCH_MERGE = Kernel("norm_planes_forward.cl", "batch_merge")
-PLANES_APPLY = Kernel("norm_planes_forward.cl", "planes_apply")
-PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward")
-PLANES_BACKWARD_SUMS = Kernel("norm_planes_backward.cl", "planes_backward_sums")
-BATCH_BACKWARD_MERGE = Kernel("norm_planes_backward.cl", "batch_backward_merge")
-PLANES_BACKWARD_APPLY = Kernel("norm_planes_backward.cl", "planes_backward_apply")
+PLANES_STATISTICS = Kernel("norm_planes_forward.cl", "planes_statistics", "X")
+PLANES_FORWARD = Kernel("norm_planes_forward.cl", "planes_forward", "X SCALE SHIFT Y")
+BATCH_MERGE = Kernel("norm_planes_forward.cl", "batch_merge", "- - - - RUNNING")
+PLANES_APPLY = Kernel("norm_planes_forward.cl", "planes_apply", "X SCALE SHIFT Y")
+PLANES_BACKWARD = Kernel("norm_planes_backward.cl", "planes_backward", "X G SCALE SHIFT - - DX")
+PLANES_BACKWARD_SUMS = Kernel("norm_planes_backward.cl", "planes_backward_sums", "X G SCALE SHIFT")
+BATCH_BACKWARD_MERGE = Kernel("norm_planes_backward.cl", "batch_backward_merge", "- - - - SCALE SHIFT")
+PLANES_BACKWARD_APPLY = Kernel("norm_planes_backward.cl", "planes_backward_apply", "X G SCALE SHIFT - - - DX")
 
 
 # -------------------------------------------------------------------------------------------- batch norm
@@ -62,10 +62,7 @@ def batch_norm(
         return y, mean, var
     partial = [bridge.empty(x.queue, (sets.sets * parts,), "float32") for _ in range(2)]
     plan = plan_rows(x.queue, sets.sets * parts, span)
-    PLANES_STATISTICS(
-        x.queue, plan.global_size, plan.local_size, x, *partial, *sets.geometry, span, parts, plan.each,
-        PLANES_STATISTICS=1, **storage_types(X=x),
-    )  # fmt: skip
+    PLANES_STATISTICS(x.queue, *plan.sizes, x, *partial, *sets.geometry, span, parts, plan.each)
     _merge(partial, statistics, running, sets, span, parts, momentum)
     _apply(tensors, sets, eps, activation)
     return y, mean, var
@@ -89,9 +86,8 @@ def _forward(tensors: Tensors, sets: Sets, eps: float, activation: Activation) -
     queue = tensors[0].queue
     plan, width = sets.plan(queue)
     PLANES_FORWARD(
-        queue, plan.global_size, plan.local_size, *tensors, *sets.geometry, sets.channels, plan.each, eps,
-        activation.slope,
-        PLANES_FORWARD=1, WIDTH=width, ACT=activation.kind, **norm_sets.result_types(tensors),
+        queue, *plan.sizes, *tensors, *sets.geometry, sets.channels, plan.each, eps, activation.slope,
+        WIDTH=width, ACT=activation.kind,
     )  # fmt: skip
 
 
@@ -104,7 +100,7 @@ def _merge(
     moved = statistics if running is None else running
     BATCH_MERGE(
         queue, (1,), (1,), *partial, *statistics, *moved, sets.sets, sets.elements, span, parts, momentum,
-        BATCH_MERGE=1, RUNNING=int(running is not None), **storage_types(RUNNING=moved[0]),
+        RUNNING=int(running is not None),
     )  # fmt: skip
 
 
@@ -113,9 +109,8 @@ def _apply(tensors: Tensors, sets: Sets, eps: float, activation: Activation) -> 
     queue = tensors[0].queue
     plan = sets.plan_planes(queue)
     PLANES_APPLY(
-        queue, plan.global_size, plan.local_size, *tensors, sets.sets * sets.planes, sets.hw, sets.channels, plan.each,
-        eps, activation.slope,
-        PLANES_APPLY=1, ACT=activation.kind, **norm_sets.result_types(tensors),
+        queue, *plan.sizes, *tensors, sets.sets * sets.planes, sets.hw, sets.channels, plan.each, eps, activation.slope,
+        ACT=activation.kind,
     )  # fmt: skip
 
 
@@ -215,10 +210,8 @@ def _backward(
     queue = dx.queue
     plan, width = sets.plan(queue)
     PLANES_BACKWARD(
-        queue, plan.global_size, plan.local_size, *inputs, dx, *parameters, *sets.geometry, sets.channels, plan.each,
-        eps, activation.slope,
-        PLANES_BACKWARD=1, WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
-        **norm_sets.input_types(inputs), **storage_types(DX=dx),
+        queue, *plan.sizes, *inputs, dx, *parameters, *sets.geometry, sets.channels, plan.each, eps, activation.slope,
+        WIDTH=width, ACT=activation.kind, TRAINING=int(training), GROUPS=int(groups),
     )  # fmt: skip
 
 
@@ -230,15 +223,13 @@ def _backward_sums(
     partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
     plan = plan_rows(queue, sets.sets * parts, span)
     PLANES_BACKWARD_SUMS(
-        queue, plan.global_size, plan.local_size, *inputs, partial_gd, partial_g, *sets.geometry, span, parts,
-        plan.each, eps, activation.slope,
-        PLANES_BACKWARD_SUMS=1, ACT=activation.kind, **norm_sets.input_types(inputs),
+        queue, *plan.sizes, *inputs, partial_gd, partial_g, *sets.geometry, span, parts, plan.each, eps,
+        activation.slope, ACT=activation.kind,
     )  # fmt: skip
     sums = bridge.empty(queue, (sets.sets, 2), "float32")
     BATCH_BACKWARD_MERGE(
-        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, *gradients, sets.sets, parts, eps,
-        BATCH_BACKWARD_MERGE=1, **storage_types(SCALE=gradients[0], SHIFT=gradients[1]),
-    )  # fmt: skip
+        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, *gradients, sets.sets, parts, eps
+    )
     return sums
 
 
@@ -249,8 +240,6 @@ def _backward_apply(
     queue = dx.queue
     plan = sets.plan_planes(queue)
     PLANES_BACKWARD_APPLY(
-        queue, plan.global_size, plan.local_size, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels,
-        plan.each, sets.elements, eps, activation.slope,
-        PLANES_BACKWARD_APPLY=1, ACT=activation.kind, TRAINING=int(training), **norm_sets.input_types(inputs),
-        **storage_types(DX=dx),
+        queue, *plan.sizes, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels, plan.each,
+        sets.elements, eps, activation.slope, ACT=activation.kind, TRAINING=int(training),
     )  # fmt: skip

@@ -14,8 +14,8 @@ from clamp.ops.arguments import around_axis, require_gradient
 from clamp.ops.launch import RowPlan, plan_rows
 from clamp.ops.reduce import reduce_sum
 
-ROWS_FORWARD = Kernel("norm_rows.cl", "rows_forward")
-ROWS_BACKWARD = Kernel("norm_rows.cl", "rows_backward")
+ROWS_FORWARD = Kernel("norm_rows.cl", "rows_forward", "X SCALE SHIFT Y")
+ROWS_BACKWARD = Kernel("norm_rows.cl", "rows_backward", "X G SCALE - - DX")
 
 _ROWS_SUMMED = 512  # rows that a work-group adds up one by one, at most: their sums are added in blocks
 
@@ -80,11 +80,7 @@ def _forward(
         return y
     rows, n, _ = around_axis(x.shape, -1)
     plan = plan_rows(x.queue, rows, n)
-    ROWS_FORWARD(
-        x.queue, plan.global_size, plan.local_size, x, gamma, beta, y, mean, kept, rows, n, plan.each, eps,
-        ROWS_FORWARD=1, KIND=kind, **plan.macros, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
-        SCALE_T=bridge.STORAGE[gamma.dtype], SHIFT_T=bridge.STORAGE[beta.dtype],
-    )  # fmt: skip
+    ROWS_FORWARD(x.queue, *plan.sizes, x, gamma, beta, y, mean, kept, rows, n, plan.each, eps, KIND=kind, **plan.macros)
     return y
 
 
@@ -104,10 +100,8 @@ def _backward(
         partial_gamma = bridge.empty(x.queue, (plan.groups, n), "float32")
         partial_beta = bridge.empty(x.queue, (plan.groups, n), "float32") if kind == "LAYER" else kept
     ROWS_BACKWARD(
-        x.queue, plan.global_size, plan.local_size, x, grad, gamma, mean, kept, dx, partial_gamma, partial_beta, rows,
-        n, plan.each, eps,
-        ROWS_BACKWARD=1, KIND=kind, **plan.macros, PARAMETERS=int(parameters), X_T=bridge.STORAGE[x.dtype],
-        G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx_dtype], SCALE_T=bridge.STORAGE[gamma.dtype],
+        x.queue, *plan.sizes, x, grad, gamma, mean, kept, dx, partial_gamma, partial_beta, rows, n, plan.each, eps,
+        KIND=kind, **plan.macros, PARAMETERS=int(parameters),
     )  # fmt: skip
     dgamma, dbeta = (
         None if dtype is None else reduce_sum(partial, 0, out_dtype=dtype)

@@ -90,38 +90,18 @@ class Sets:
         return replace(plan, each=each, groups=-(-self.sets // each)), _WIDTH
 
 
-def storage_types(**tensors: Tensor | str) -> dict[str, str]:
-    """Storage types as macros: ``storage_types(X=x)`` is ``{"X_T": "f16"}``."""
-    return {
-        f"{name}_T": bridge.STORAGE[tensor if isinstance(tensor, str) else tensor.dtype]
-        for name, tensor in tensors.items()
-    }
-
-
 #: x, gamma, beta, result, mean, variance
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 #: x, incoming gradient, gamma, beta, mean, variance
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def result_types(tensors: Tensors) -> dict[str, str]:
-    """Storage types that forward's kernels are built with."""
-    x, gamma, beta, y, _, _ = tensors
-    return storage_types(X=x, SCALE=gamma, SHIFT=beta, Y=y)
-
-
-def input_types(inputs: Inputs) -> dict[str, str]:
-    """Storage types of what backward's kernels read."""
-    x, grad, gamma, beta, _, _ = inputs
-    return storage_types(X=x, G=grad, SCALE=gamma, SHIFT=beta)
-
-
 # ------------------------------------------------------------------------------------------ in two phases, on GPUs
 
-PLANES_MOMENTS = Kernel("norm_planes_phases.cl", "planes_moments")
-PLANES_NORMALIZE = Kernel("norm_planes_phases.cl", "planes_normalize")
-GRADIENT_SUMS = Kernel("norm_planes_phases.cl", "gradient_sums")
-PLANES_GRADIENT = Kernel("norm_planes_phases.cl", "planes_gradient")
+PLANES_MOMENTS = Kernel("norm_planes_phases.cl", "planes_moments", "X")
+PLANES_NORMALIZE = Kernel("norm_planes_phases.cl", "planes_normalize", "X SCALE SHIFT Y - - - RUNNING")
+GRADIENT_SUMS = Kernel("norm_planes_phases.cl", "gradient_sums", "X G SCALE SHIFT")
+PLANES_GRADIENT = Kernel("norm_planes_phases.cl", "planes_gradient", "X G SCALE SHIFT - - - DX")
 
 _GROUP = 256  # work-items that share a part
 _GROUPS_PER_UNIT = 8  # work-groups that a compute unit of a GPU holds: loads of some are under way while others compute
@@ -169,10 +149,7 @@ def forward(
     x = tensors[0]
     plan = plan_of(x.queue, sets)
     moments = bridge.empty(x.queue, (sets.sets * plan.parts, 4), "float32")
-    PLANES_MOMENTS(
-        x.queue, *plan.sizes(), x, moments, *sets.geometry, plan.parts, plan.span,
-        PLANES_MOMENTS=1, **plan.macros, **storage_types(X=x),
-    )  # fmt: skip
+    PLANES_MOMENTS(x.queue, *plan.sizes(), x, moments, *sets.geometry, plan.parts, plan.span, **plan.macros)
     _normalize(tensors, sets, plan, eps, activation, moments, running, momentum)
 
 
@@ -191,8 +168,7 @@ def _normalize(
     PLANES_NORMALIZE(
         x.queue, *plan.sizes(more=is_running), *tensors, moments or mean, *moved, *sets.geometry, sets.channels,
         plan.parts, plan.span, momentum, eps, activation.slope,
-        PLANES_NORMALIZE=1, PARTS=int(moments is not None), RUNNING=is_running, **plan.macros,
-        ACT=activation.kind, **result_types(tensors), **storage_types(RUNNING=moved[0]),
+        PARTS=int(moments is not None), RUNNING=is_running, **plan.macros, ACT=activation.kind,
     )  # fmt: skip
 
 
@@ -216,13 +192,11 @@ def backward(
         sums = bridge.empty(x.queue, (summed.sets * of_sums.parts, 2), "float32")
         GRADIENT_SUMS(
             x.queue, *of_sums.sizes(), *inputs, sums, *summed.geometry, summed.sets // sets.sets, of_sums.parts,
-            of_sums.span, eps, activation.slope,
-            GRADIENT_SUMS=1, **of_sums.macros, ACT=activation.kind, **input_types(inputs),
+            of_sums.span, eps, activation.slope, **of_sums.macros, ACT=activation.kind,
         )  # fmt: skip
     PLANES_GRADIENT(
         x.queue, *plan.sizes(), *inputs, sums, dx or x, *(parameters or (mean, mean)), *sets.geometry, sets.channels,
         of_sums.parts, plan.span, float(sets.elements), eps, activation.slope,
-        PLANES_GRADIENT=1, PARTS=int(parameters is not None), DX=int(dx is not None), TRAINING=int(training),
-        GROUPS=int(groups), **plan.macros, ACT=activation.kind, **input_types(inputs),
-        **storage_types(DX=dx or x),
+        PARTS=int(parameters is not None), DX=int(dx is not None), TRAINING=int(training), GROUPS=int(groups),
+        **plan.macros, ACT=activation.kind,
     )  # fmt: skip

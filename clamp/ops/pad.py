@@ -9,10 +9,10 @@ from clamp.opencl.program import Kernel
 from clamp.ops.arguments import require_gradient, require_nchw
 from clamp.ops.launch import launch, plan_rows
 
-PAD_ROWS = Kernel("pad.cl", "pad_rows")
-PAD_ELEMENTS = Kernel("pad.cl", "pad_elements")
-PAD_ROWS_BACKWARD = Kernel("pad.cl", "pad_rows_backward")
-PAD_ELEMENTS_BACKWARD = Kernel("pad.cl", "pad_elements_backward")
+PAD_ROWS = Kernel("pad.cl", "pad_rows", "X Y")
+PAD_ELEMENTS = Kernel("pad.cl", "pad_elements", "X Y")
+PAD_ROWS_BACKWARD = Kernel("pad.cl", "pad_rows_backward", "G DX")
+PAD_ELEMENTS_BACKWARD = Kernel("pad.cl", "pad_elements_backward", "G DX")
 
 MODES = ("zero", "reflect")
 
@@ -24,8 +24,7 @@ def pad2d(x: Tensor, pad: int, mode: str = "zero", *, out_dtype: str) -> Tensor:
     """
     n, c, height, width = _check(tuple(x.shape), pad, mode)
     out = bridge.empty(x.queue, (n, c, height + 2 * pad, width + 2 * pad), out_dtype)
-    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-    _run((PAD_ROWS, PAD_ELEMENTS), x, out, (height, width, pad), out.shape[3], mode, types)
+    _run((PAD_ROWS, PAD_ELEMENTS), x, out, (height, width, pad), mode)
     return out
 
 
@@ -34,8 +33,7 @@ def pad2d_backward(grad: Tensor, shape: tuple[int, ...], pad: int, mode: str = "
     n, c, height, width = _check(shape, pad, mode)
     require_gradient("pad2d", grad, (n, c, height + 2 * pad, width + 2 * pad))
     out = bridge.empty(grad.queue, shape, out_dtype)
-    types = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
-    _run((PAD_ROWS_BACKWARD, PAD_ELEMENTS_BACKWARD), grad, out, (height, width, pad), width, mode, types)
+    _run((PAD_ROWS_BACKWARD, PAD_ELEMENTS_BACKWARD), grad, out, (height, width, pad), mode)
     return out
 
 
@@ -49,18 +47,15 @@ def _check(shape: tuple[int, ...], pad: int, mode: str) -> tuple[int, int, int, 
     return n, c, height, width
 
 
-def _run(
-    kernels: tuple[Kernel, Kernel], source: Tensor, out: Tensor, extents: tuple[int, int, int], row: int, mode: str,
-    types: dict[str, str],
-) -> None:  # fmt: skip
-    """Launches the kernel of rows or that of elements; ``row`` is the length of a row of ``out``."""
+def _run(kernels: tuple[Kernel, Kernel], source: Tensor, out: Tensor, extents: tuple[int, int, int], mode: str) -> None:
+    """Launches the kernel of rows or that of elements."""
     if out.size == 0:
         return
     queue, (by_rows, by_elements), reflect = out.queue, kernels, int(mode == "reflect")
     if capabilities(queue).is_cpu:
+        row = out.shape[3]
         rows = out.size // row
         plan = plan_rows(queue, rows, row)
-        sizes = plan.global_size, plan.local_size
-        by_rows(queue, *sizes, source, out, source.size, rows, plan.each, *extents, **types, REFLECT=reflect)
+        by_rows(queue, *plan.sizes, source, out, source.size, rows, plan.each, *extents, REFLECT=reflect)
     else:
-        by_elements(queue, *launch(queue, out.size), source, out, out.size, 1, *extents, **types, REFLECT=reflect)
+        by_elements(queue, *launch(queue, out.size), source, out, out.size, 1, *extents, REFLECT=reflect)

@@ -12,8 +12,8 @@ from clamp.ops.elementwise import elementwise
 from clamp.ops.launch import parts_of, plan_rows
 from clamp.ops.reduce import reduce_sum
 
-PRELU = Kernel("prelu.cl", "prelu")
-PRELU_BACKWARD = Kernel("prelu.cl", "prelu_backward")
+PRELU = Kernel("prelu.cl", "prelu", "X SLOPE Y")
+PRELU_BACKWARD = Kernel("prelu.cl", "prelu_backward", "G X SLOPE DX")
 
 
 def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
@@ -27,9 +27,7 @@ def prelu(x: Tensor, slope: Tensor, *, out_dtype: str) -> Tensor:
     out = bridge.empty(x.queue, x.shape, out_dtype)
     plan = plan_rows(x.queue, rows * parts, min(n, span))
     PRELU(
-        x.queue, plan.global_size, plan.local_size, x, slope, out, slope.size, n, span, parts, plan.each, rows * parts,
-        PRELU=1, X_T=bridge.STORAGE[x.dtype], SLOPE_T=bridge.STORAGE[slope.dtype], Y_T=bridge.STORAGE[out_dtype],
-        **plan.macros,
+        x.queue, *plan.sizes, x, slope, out, slope.size, n, span, parts, plan.each, rows * parts, **plan.macros
     )  # fmt: skip
     return out
 
@@ -64,11 +62,8 @@ def _one_pass(grad: Tensor, x: Tensor, slope: Tensor, n: int, dx_dtype: str | No
     dx = None if dx_dtype is None else bridge.empty(x.queue, x.shape, dx_dtype)
     plan = plan_rows(x.queue, rows * parts, min(n, span))
     PRELU_BACKWARD(
-        x.queue, plan.global_size, plan.local_size, grad, x, slope, dx or sums, sums, channels, n, span, parts,
-        plan.each, rows * parts,
-        PRELU_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[x.dtype],
-        SLOPE_T=bridge.STORAGE[slope.dtype], DX_T=bridge.STORAGE[dx_dtype or "float32"], WITH_DX=int(dx is not None),
-        **plan.macros,
+        x.queue, *plan.sizes, grad, x, slope, dx or sums, sums, channels, n, span, parts, plan.each, rows * parts,
+        WITH_DX=int(dx is not None), **plan.macros,
     )  # fmt: skip
     return dx, sums
 

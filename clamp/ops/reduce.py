@@ -10,10 +10,10 @@ from clamp.opencl.program import Kernel
 from clamp.ops.arguments import around_axis, reduced_shape
 from clamp.ops.launch import STRIP, column_width, launch, parts_of, pieces_for, plan_rows, span_for
 
-SUM_ROWS = Kernel("reduce.cl", "sum_rows")
-SUM_COLUMNS = Kernel("reduce.cl", "sum_columns")
-EXPAND_ROWS = Kernel("reduce.cl", "expand_rows")
-EXPAND_COLUMNS = Kernel("reduce.cl", "expand_columns")
+SUM_ROWS = Kernel("reduce.cl", "sum_rows", "X Y")
+SUM_COLUMNS = Kernel("reduce.cl", "sum_columns", "X Y")
+EXPAND_ROWS = Kernel("reduce.cl", "expand_rows", "X Y")
+EXPAND_COLUMNS = Kernel("reduce.cl", "expand_columns", "X Y")
 
 
 def reduce_sum(
@@ -40,10 +40,7 @@ def reduce_sum(
 
 def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, _: int, parts: int, span: int, divisor: float) -> None:
     plan = plan_rows(x.queue, outer * parts, min(n, span))
-    SUM_ROWS(
-        x.queue, plan.global_size, plan.local_size, x, y, outer * parts, n, span, parts, plan.each, divisor,
-        SUM_ROWS=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], **plan.macros,
-    )  # fmt: skip
+    SUM_ROWS(x.queue, *plan.sizes, x, y, outer * parts, n, span, parts, plan.each, divisor, **plan.macros)
 
 
 def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
@@ -51,8 +48,7 @@ def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: in
     strips = -(-inner // width)
     SUM_COLUMNS(
         x.queue, *launch(x.queue, strips * parts * outer), x, y, n, inner, span, width, outer * parts, strips, parts,
-        divisor,
-        SUM_COLUMNS=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], ONE_COLUMN=int(width == 1),
+        divisor, ONE_COLUMN=int(width == 1),
     )  # fmt: skip
 
 
@@ -64,11 +60,11 @@ def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtyp
     out = bridge.empty(x.queue, shape, out_dtype)
     if out.size == 0:
         return out
-    macros = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype], "PIECES": pieces_for(x.queue)}
     span = span_for(x.queue, out.size)
     sizes = launch(x.queue, -(-out.size // span))
+    pieces = pieces_for(x.queue)
     if inner == 1:
-        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, EXPAND_ROWS=1, **macros)
+        EXPAND_ROWS(x.queue, *sizes, x, out, out.size, n, span, divisor, PIECES=pieces)
     else:
-        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, EXPAND_COLUMNS=1, **macros)
+        EXPAND_COLUMNS(x.queue, *sizes, x, out, out.size, n, inner, span, divisor, PIECES=pieces)
     return out

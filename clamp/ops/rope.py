@@ -14,9 +14,8 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch
 
-ROPE = Kernel("rope.cl", "rope")
+ROPE = Kernel("rope.cl", "rope", "X Y P")
 
-_POSITION_STORAGE = bridge.STORAGE | {"int32": "i32", "int": "i32"}
 _PAIRS = 16  # pairs of a block of the table of cosines and sines
 _SPAN_CPU, _BLOCKS_CPU = 16, 4  # positions and blocks of that table: 16 KB, in the first-level cache
 
@@ -62,7 +61,5 @@ def _launch(x: Tensor, out: Tensor, positions: Tensor, theta: cl.Buffer, sign: f
     leads_each = min(leads, max(1, leads * spans // (4 * device.compute_units)) if device.is_cpu else 4)
     ROPE(
         queue, *launch(queue, spans * -(-leads // leads_each)), x, out, positions, theta, leads, length, width,
-        leads_each, sign,
-        SPAN=span, BLOCKS=blocks, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out.dtype],
-        P_T=_POSITION_STORAGE[positions.dtype],
+        leads_each, sign, SPAN=span, BLOCKS=blocks,
     )  # fmt: skip

@@ -13,9 +13,9 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch
 
-MOVE_ROWS = Kernel("permute.cl", "move_rows")
-TRANSPOSE = Kernel("permute.cl", "transpose")
-TRANSPOSE_LOCAL = Kernel("permute.cl", "transpose_local")
+MOVE_ROWS = Kernel("permute.cl", "move_rows", "-")
+TRANSPOSE = Kernel("permute.cl", "transpose", "-")
+TRANSPOSE_LOCAL = Kernel("permute.cl", "transpose_local", "-")
 
 _WORD = {2: "ushort", 4: "uint"}
 _MAX_BATCH = 5  # batch axes that the kernels take
@@ -87,11 +87,11 @@ def _batch(axes: Sequence[Axis]) -> tuple[int, int, list[int]]:
     return len(axes), prod(axis.extent for axis in axes), arguments
 
 
-def _macros(x: Tensor, kernel: str, rank: int) -> dict[str, object]:
+def _macros(x: Tensor, rank: int) -> dict[str, object]:
     itemsize = bridge.nbytes(x) // x.size
     if itemsize not in _WORD:
         raise ValueError(f"permute moves elements of 2 or 4 bytes, not {x.dtype}")
-    return {kernel: 1, "WORD": _WORD[itemsize], "RANK": rank}
+    return {"WORD": _WORD[itemsize], "RANK": rank}
 
 
 def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
@@ -106,8 +106,7 @@ def _move_rows(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
     across, down = -(-inner // column_span), -(-runs.extent // row_span)
     MOVE_ROWS(
         x.queue, *launch(x.queue, across * down * batches), x, y, inner, column_span, runs.extent, row_span,
-        runs.from_step, runs.to_step, across, down, batches, *batch,
-        **_macros(x, "MOVE_ROWS", rank),
+        runs.from_step, runs.to_step, across, down, batches, *batch, **_macros(x, rank),
     )  # fmt: skip
 
 
@@ -129,14 +128,11 @@ def _transpose(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
         across, down = -(-a.extent // 16), -(-b.extent // b_span)
         TRANSPOSE(
             x.queue, *launch(x.queue, across * down * batches), x, y, a.extent, b.extent, b_span, *steps, across, down,
-            batches, *batch,
-            **_macros(x, "TRANSPOSE", rank),
+            batches, *batch, **_macros(x, rank),
         )  # fmt: skip
         return
     across, down = -(-a.extent // _TILE), -(-b.extent // _TILE)
-    macros = _macros(x, "TRANSPOSE_LOCAL", rank)
     TRANSPOSE_LOCAL(
         x.queue, (across * down * batches * _TILE, _LINES), (_TILE, _LINES), x, y, a.extent, b.extent, *steps, across,
-        down, batches, *batch,
-        **macros,
+        down, batches, *batch, **_macros(x, rank),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import pyopencl as cl
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch
 
-FILL = Kernel("transfer.cl", "fill")
+FILL = Kernel("transfer.cl", "fill", "-")
 COPY = Kernel("transfer.cl", "copy")
 
 _SPAN = 1024  # words a work-item
@@ -34,10 +34,8 @@ def fill(queue: cl.CommandQueue, dst: Any, pattern: Any, offset: int, size: int)
     if size:
         words = size // unit
         value = int.from_bytes(content, sys.byteorder)
-        FILL(
-            queue, *launch(queue, -(-words // _SPAN)), dst, offset // unit, value, words,
-            FILL=1, WORD=_WORDS[unit], SPAN=_SPAN,
-        )  # fmt: skip
+        sizes = launch(queue, -(-words // _SPAN))
+        FILL(queue, *sizes, dst, offset // unit, value, words, WORD=_WORDS[unit], SPAN=_SPAN)
 
 
 def copy(queue: cl.CommandQueue, dst: Any, src: Any, size: int, src_offset: int = 0, dst_offset: int = 0) -> None:

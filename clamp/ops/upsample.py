@@ -15,8 +15,8 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import launch
 
-UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward")
-UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward")
+UPSAMPLE_FORWARD = Kernel("upsample.cl", "upsample_forward", "X Y")
+UPSAMPLE_BACKWARD = Kernel("upsample.cl", "upsample_backward", "X Y")
 
 MODES = ("nearest", "bilinear")
 
@@ -79,8 +79,7 @@ def _run(
         x.queue, *launch(x.queue, -(-plan.units // plan.each)), x, y,
         _table(x.queue.context, h, oh, mode, align_corners), _table(x.queue.context, w, ow, mode, align_corners),
         h, w, oh, ow, plan.band, plan.bands, plan.strips, plan.each, plan.units,
-        X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], STRIP=plan.strip, BILINEAR=int(bilinear),
-        DOUBLE=int(ow == 2 * w and not align_corners), **{kernel.name.upper(): 1},
+        STRIP=plan.strip, BILINEAR=int(bilinear), DOUBLE=int(ow == 2 * w and not align_corners),
     )  # fmt: skip
 
 

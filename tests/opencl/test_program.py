@@ -41,6 +41,15 @@ def test_options_of_one_compiler_are_left_out_where_a_kernel_is_plain_c(queue: c
         kernel.in_plain_c.on(queue, **macros)
 
 
+def test_a_kernel_that_is_declared_with_tensors_asks_them_for_their_types(queue: cl.CommandQueue) -> None:
+    """A kernel declared otherwise, with the same types, is another one: its macros have other names."""
+    kernel, swapped = (program.Kernel("cast.cl", "cast", tensors) for tensors in ("X Y", "Y X"))
+    x, y = to_device(queue, np.full(3, 1.5)), to_device(queue, np.zeros(3), "float16")
+    assert kernel.on(queue, "float32", "float16", PIECES=0) is not swapped.on(queue, "float32", "float16", PIECES=0)
+    kernel(queue, (1,), (1,), x, y, 3, 3, PIECES=0)
+    assert to_numpy(y).tolist() == [1.5] * 3
+
+
 def bound_cast(queue: cl.CommandQueue, *sizes: int) -> list[program.Launch]:
     kernel = program.Kernel("cast.cl", "cast")
     macros = {"X_T": "f32", "Y_T": "f16", "PIECES": 0}

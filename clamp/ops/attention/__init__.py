@@ -34,7 +34,7 @@ ENGINES: tuple[AttentionEngine, ...] = (MMA, amx, blocked, tiled)
 #: those of them that must be verified on a device
 MATRIX_UNITS = (MMA,)
 
-DECODE = Kernel("attention_decode.cl", "attention_decode")
+DECODE = Kernel("attention_decode.cl", "attention_decode", "Q K V Y")
 
 _KEYS = 256  # of a cache, that one look at the maximum covers
 _GROUP_GPU = 64  # work-items of a head of a cache
@@ -102,11 +102,9 @@ def attention_decode(
     heads = prod(shapes[0][:2])
     sums = bridge.empty(q.queue, (heads, width), "float32")
     group = 1 if capabilities(q.queue).is_cpu else _GROUP_GPU
-    operands = (("Q_T", q), ("K_T", k_cache), ("V_T", v_cache), ("Y_T", out))
     DECODE(
         q.queue, (heads * group,), (group,), q, k_cache, v_cache, out, sums, length, capacity, width,
-        default_scale(width, scale),
-        WG=group, KEYS=_KEYS, **{name: bridge.STORAGE[x.dtype] for name, x in operands},
+        default_scale(width, scale), WG=group, KEYS=_KEYS,
     )  # fmt: skip
     return out
 

@@ -12,8 +12,8 @@ NAME = "amx"
 TAKES = "bfloat16 throughout, on a processor whose matrix unit (AMX) works"
 IN_WORDS = "the processor's matrix unit"
 
-_FORWARD = Kernel("attention_amx.cl", "attention_forward")
-_BACKWARD = Kernel("attention_amx.cl", "attention_backward")
+_FORWARD = Kernel("attention_amx.cl", "attention_forward", "- - - Y")
+_BACKWARD = Kernel("attention_amx.cl", "attention_backward", "- - - - - DQ DK DV")
 _SIDE = 32  # of a tile
 
 
@@ -38,7 +38,7 @@ def forward(
     _FORWARD(
         q.queue, (plan.items,), (1,), q, k, v, out, lse, workspace, plan.heads, plan.length, plan.width,
         problem.scale, problem.causal, plan.chunks, plan.each, floats,
-        FORWARD=1, Y_T=bridge.STORAGE[out.dtype], KEYS=KEYS, EMULATE=int(emulate),
+        FORWARD=1, KEYS=KEYS, EMULATE=int(emulate),
     )  # fmt: skip
 
 
@@ -53,11 +53,9 @@ def backward(
     workspace = partial = bridge.empty(q.queue, (plan.items * floats,), "float32")
     if plan.chunks > 1:
         partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
-    types = {name: bridge.STORAGE[x.dtype] for name, x in (("DQ_T", dq), ("DK_T", dk), ("DV_T", dv))}
     _BACKWARD(
         q.queue, (plan.items,), (1,), q, k, v, grad, lse, dq, dk, dv, partial, workspace, plan.heads, plan.length,
-        plan.width, problem.scale, problem.causal, plan.chunks, plan.each, floats,
-        BACKWARD=1, EMULATE=int(emulate), **types,
+        plan.width, problem.scale, problem.causal, plan.chunks, plan.each, floats, BACKWARD=1, EMULATE=int(emulate),
     )  # fmt: skip
     if plan.chunks > 1:
         combine(plan, partial, dk, dv)

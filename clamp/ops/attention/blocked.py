@@ -11,9 +11,9 @@ from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always, on_cpus
 
-FORWARD = Kernel("attention_blocked.cl", "attention_forward")
-BACKWARD = Kernel("attention_blocked.cl", "attention_backward")
-COMBINE = Kernel("attention_blocked.cl", "attention_combine")
+FORWARD = Kernel("attention_blocked.cl", "attention_forward", "Q K V Y")
+BACKWARD = Kernel("attention_blocked.cl", "attention_backward", "Q K V G - DQ DK DV")
+COMBINE = Kernel("attention_blocked.cl", "attention_combine", "- DK DV")
 
 NAME = "blocked"
 TAKES = "every attention"
@@ -87,11 +87,10 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     plan = plan_of(problem, *_tile_of(problem))
     workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
-    types = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("Y_T", out))}
     FORWARD(
         q.queue, (plan.items,), (1,), q, k, v, out, lse, workspace, plan.heads, plan.length, plan.width,
         problem.scale, problem.causal, plan.chunks, plan.each, plan.forward_floats,
-        FORWARD=1, **types, **plan.macros,
+        FORWARD=1, **plan.macros,
     )  # fmt: skip
 
 
@@ -103,12 +102,10 @@ def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, gra
     partial = workspace
     if plan.chunks > 1:
         partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
-    read = {name: bridge.STORAGE[x.dtype] for name, x in (("Q_T", q), ("K_T", k), ("V_T", v), ("G_T", grad))}
-    written = {name: bridge.STORAGE[x.dtype] for name, x in (("DK_T", dk), ("DV_T", dv))}
     BACKWARD(
         q.queue, (plan.items,), (1,), q, k, v, grad, lse, dq, dk, dv, partial, workspace, plan.heads, plan.length,
         plan.width, problem.scale, problem.causal, plan.chunks, plan.each, plan.backward_floats,
-        BACKWARD=1, DQ_T=bridge.STORAGE[dq.dtype], **read, **written, **plan.macros,
+        BACKWARD=1, **plan.macros,
     )  # fmt: skip
     if plan.chunks > 1:
         combine(plan, partial, dk, dv)
@@ -120,5 +117,5 @@ def combine(plan: Plan, partial: Tensor, dk: Tensor, dv: Tensor) -> None:
     each = max(1, rows // (8 * capabilities(dk.queue).compute_units))
     COMBINE(
         dk.queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
-        COMBINE=1, DK_T=bridge.STORAGE[dk.dtype], DV_T=bridge.STORAGE[dv.dtype], **plan.macros,
+        COMBINE=1, **plan.macros,
     )  # fmt: skip

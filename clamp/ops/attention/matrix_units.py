@@ -23,10 +23,10 @@ from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.verified import DeviceMatrix, Verified
 
-FORWARD = Kernel("attention_mma.cl", "attention_forward")
+FORWARD = Kernel("attention_mma.cl", "attention_forward", "- - - Y")
 DELTA = Kernel("attention_mma.cl", "attention_delta")
-BACKWARD_Q = Kernel("attention_mma.cl", "attention_backward_q")
-BACKWARD_KV = Kernel("attention_mma.cl", "attention_backward_kv")
+BACKWARD_Q = Kernel("attention_mma.cl", "attention_backward_q", "- - - - - - DQ")
+BACKWARD_KV = Kernel("attention_mma.cl", "attention_backward_kv", "- - - - - - DK DV")
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -85,7 +85,7 @@ class MatrixAttention(Verified):
         """As `forward`, by a given plan. ``emulate`` as in kernels/async_copy.clh."""
         FORWARD(
             q.queue, *_launch(problem, plan), q, k, v, out, lse, *_extents(problem),
-            FORWARD=1, Y_T=bridge.STORAGE[out.dtype], EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
+            FORWARD=1, EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
         )  # fmt: skip
 
     def backward_by(
@@ -97,12 +97,8 @@ class MatrixAttention(Verified):
         queue, sizes, extents = q.queue, _launch(problem, plan), _extents(problem)
         built = _macros(problem, plan.rows, plan.columns // 2) | {"EMULATE": emulate}  # there are two own tiles
         DELTA(queue, *sizes, q, k, v, grad, lse, delta, *extents, DELTA=1, **built)
-        BACKWARD_Q(
-            queue, *sizes, q, k, v, grad, lse, delta, dq, *extents,
-            BACKWARD_Q=1, DQ_T=bridge.STORAGE[dq.dtype], **built,
-        )  # fmt: skip
-        types = {"DK_T": bridge.STORAGE[dk.dtype], "DV_T": bridge.STORAGE[dv.dtype]}
-        BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, BACKWARD_KV=1, **types, **built)
+        BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, delta, dq, *extents, BACKWARD_Q=1, **built)
+        BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, BACKWARD_KV=1, **built)
 
 
 def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:

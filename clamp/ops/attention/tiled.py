@@ -8,9 +8,9 @@ from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always
 
-FORWARD = Kernel("attention_tiled.cl", "attention_forward")
-BACKWARD_Q = Kernel("attention_tiled.cl", "attention_backward_q")
-BACKWARD_KV = Kernel("attention_tiled.cl", "attention_backward_kv")
+FORWARD = Kernel("attention_tiled.cl", "attention_forward", "Q K V Y")
+BACKWARD_Q = Kernel("attention_tiled.cl", "attention_backward_q", "Q K V G - DQ")
+BACKWARD_KV = Kernel("attention_tiled.cl", "attention_backward_kv", "Q K V G - - DK DV")
 
 NAME = "tiled"
 TAKES = "every attention"
@@ -34,16 +34,15 @@ def _launch(problem: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int
     return (-(-problem.width // tile) * side, -(-problem.length // tile) * side, problem.heads), (side, side, 1)
 
 
-def _macros(problem: Problem, **tensors: Tensor) -> dict[str, object]:
-    types = {f"{name}_T": bridge.STORAGE[tensor.dtype] for name, tensor in tensors.items()}
-    return {"SIDE": _side(problem), "PER_ITEM": _PER_ITEM, "STEP": _STEP, **types}
+def _macros(problem: Problem) -> dict[str, object]:
+    return {"SIDE": _side(problem), "PER_ITEM": _PER_ITEM, "STEP": _STEP}
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     FORWARD(
         q.queue, *_launch(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
-        FORWARD=1, **_macros(problem, Q=q, K=k, V=v, Y=out),
+        FORWARD=1, **_macros(problem),
     )  # fmt: skip
 
 
@@ -53,7 +52,6 @@ def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, gra
     dq, dk, dv = grads
     arguments = (problem.length, problem.width, problem.scale, problem.causal)
     delta = bridge.empty(queue, q.shape[:3], "float32")
-    macros = _macros(problem, Q=q, K=k, V=v, G=grad, DQ=dq)
+    macros = _macros(problem)
     BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, dq, delta, *arguments, BACKWARD_Q=1, **macros)
-    macros = _macros(problem, Q=q, K=k, V=v, G=grad, DK=dk, DV=dv)
     BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *arguments, BACKWARD_KV=1, **macros)

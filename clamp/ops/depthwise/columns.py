@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.depthwise.problem import Problem, both_gradients, forward_operands
+from clamp.ops.depthwise.problem import Problem, both_gradients
 from clamp.ops.launch import plan_rows
 
-FORWARD = Kernel("depthwise_columns_forward.cl", "forward_columns")
-GRADIENT = Kernel("depthwise_columns_backward.cl", "gradient_columns")
+FORWARD = Kernel("depthwise_columns_forward.cl", "forward_columns", "X W B Y")
+GRADIENT = Kernel("depthwise_columns_backward.cl", "gradient_columns", "X G W DX")
 
 NAME = "columns"
 TAKES = "stride 1, square filters of side 3, 5 or 7 that are wider than the padding"
@@ -38,10 +38,9 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
     """Writes the result over y."""
     planes = problem.images * problem.channels
     each = plan_rows(x.queue, planes, problem.out_height * problem.out_width).each
-    tensors, types = forward_operands(x, w, bias, y)
     FORWARD(
-        x.queue, (-(-planes // each),), (1,), *tensors, x.size, planes, each, *problem.extents[:5],
-        KERNEL=problem.kernel_width, PAD=problem.pad, **types,
+        x.queue, (-(-planes // each),), (1,), x, w, w if bias is None else bias, y, x.size, planes, each,
+        *problem.extents[:5], KERNEL=problem.kernel_width, PAD=problem.pad, BIAS=int(bias is not None),
     )  # fmt: skip
 
 

@@ -7,13 +7,13 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.depthwise.problem import Problem, forward_operands
+from clamp.ops.depthwise.problem import Problem
 from clamp.ops.engine import always
 from clamp.ops.launch import group_macros, launch, span_for
 
-FORWARD = Kernel("depthwise_forward.cl", "forward_elements")
-INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements")
-WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements")
+FORWARD = Kernel("depthwise_forward.cl", "forward_elements", "X W B Y")
+INPUT_GRADIENT = Kernel("depthwise_backward.cl", "input_gradient_elements", "G W DX")
+WEIGHT_GRADIENT = Kernel("depthwise_backward.cl", "weight_gradient_elements", "X G")
 
 NAME = "elements"
 TAKES = "every convolution"
@@ -25,8 +25,7 @@ _GROUP_GPU = 256
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Writes the result over y."""
-    tensors, types = forward_operands(x, w, bias, y)
-    _launch(FORWARD, problem, tensors, FORWARD_ELEMENTS=1, **types)
+    _launch(FORWARD, problem, (x, w, w if bias is None else bias, y), BIAS=int(bias is not None))
 
 
 def backward(
@@ -34,8 +33,7 @@ def backward(
 ) -> Tensor | None:
     """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     if dx is not None:
-        types = {macro: bridge.STORAGE[t.dtype] for macro, t in (("G_T", grad), ("W_T", w), ("DX_T", dx))}
-        _launch(INPUT_GRADIENT, problem, (grad, w, dx), INPUT_GRADIENT_ELEMENTS=1, **types)
+        _launch(INPUT_GRADIENT, problem, (grad, w, dx))
     return _weight_sums(problem, x, grad) if with_weight else None
 
 
@@ -55,7 +53,6 @@ def _weight_sums(problem: Problem, x: Tensor, grad: Tensor) -> Tensor:
     WEIGHT_GRADIENT(
         x.queue, (prod(sums.shape) * group,), (group,),
         x, grad, sums, problem.images, images, *problem.extents, problem.stride,
-        WEIGHT_GRADIENT_ELEMENTS=1, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
         **group_macros(x.queue, group),
     )  # fmt: skip
     return sums

@@ -100,18 +100,6 @@ def problem_of(x: Tensor, w: Tensor, stride: int, pad: int, *, is_gradient: bool
     return Problem(*extents, stride, pad, is_gradient, storage, capabilities(x.queue))
 
 
-def forward_operands(
-    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor
-) -> tuple[tuple[Tensor, ...], dict[str, object]]:
-    """The tensors that every kernel of the result takes, and the macros that say what they are."""
-    offset = w if bias is None else bias
-    types = {
-        "X_T": bridge.STORAGE[x.dtype], "W_T": bridge.STORAGE[w.dtype], "B_T": bridge.STORAGE[offset.dtype],
-        "Y_T": bridge.STORAGE[y.dtype], "BIAS": int(bias is not None),
-    }  # fmt: skip
-    return (x, w, offset, y), types
-
-
 def both_gradients(
     kernel: Kernel, problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool,
     units: int, numbers: tuple[int, ...], **macros: object,
@@ -127,10 +115,8 @@ def both_gradients(
     sums = bridge.empty(x.queue, (parts, problem.channels, problem.taps), "float32") if with_weight else None
     kernel(
         x.queue, (-(-problem.channels // block) * parts,), (1,),
-        x, grad, w, x if dx is None else dx, x if sums is None else sums,
+        x, grad, w, grad if dx is None else dx, x if sums is None else sums,
         x.size, grad.size, units, each, block, *numbers,
-        INPUT_GRADIENT=int(dx is not None), WEIGHT_GRADIENT=int(with_weight), X_T=bridge.STORAGE[x.dtype],
-        G_T=bridge.STORAGE[grad.dtype], W_T=bridge.STORAGE[w.dtype],
-        DX_T=bridge.STORAGE[grad.dtype if dx is None else dx.dtype], **macros,
+        INPUT_GRADIENT=int(dx is not None), WEIGHT_GRADIENT=int(with_weight), **macros,
     )  # fmt: skip
     return sums

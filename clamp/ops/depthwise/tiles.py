@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.depthwise.problem import Problem, both_gradients, forward_operands
+from clamp.ops.depthwise.problem import Problem, both_gradients
 from clamp.ops.engine import on_cpus
 from clamp.ops.launch import plan_rows
 
-FORWARD = Kernel("depthwise_forward.cl", "forward_tiles")
-GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles")
+FORWARD = Kernel("depthwise_forward.cl", "forward_tiles", "X W B Y")
+GRADIENT = Kernel("depthwise_backward.cl", "gradient_tiles", "X G W DX")
 
 NAME = "tiles"
 TAKES = "strides 1 and 2, filters of up to 64 taps"
@@ -79,11 +79,10 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
     """Writes the result over y."""
     tiles = _needed(problem)
     each = plan_rows(x.queue, tiles.count, tiles.band * tiles.width * problem.stride).each
-    tensors, types = forward_operands(x, w, bias, y)
     FORWARD(
         x.queue, (-(-tiles.count // each),), (1,),
-        *tensors, x.size, tiles.count, each, *problem.extents, tiles.band, tiles.width, tiles.pitch,
-        FORWARD_TILES=1, **types, **_macros(problem),
+        x, w, w if bias is None else bias, y, x.size, tiles.count, each, *problem.extents, tiles.band, tiles.width,
+        tiles.pitch, BIAS=int(bias is not None), **_macros(problem),
     )  # fmt: skip
 
 
@@ -96,5 +95,5 @@ def backward(
         GRADIENT, problem, x, w, grad, dx, with_weight,
         tiles.count // (problem.channels * tiles.across),
         (*problem.extents, tiles.band, tiles.width, tiles.pitch),
-        GRADIENT_TILES=1, SHIFT=problem.pad % problem.stride, **_macros(problem),
+        SHIFT=problem.pad % problem.stride, **_macros(problem),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast
@@ -10,10 +9,10 @@ from clamp.ops.engine import on_cpus
 from clamp.ops.launch import plan_rows
 from clamp.ops.pool.problem import Problem
 
-MAX = Kernel("pool_2x2.cl", "max_pool_2x2")
-MAX_BACKWARD = Kernel("pool_2x2.cl", "max_pool_2x2_backward")
-AVG = Kernel("pool_2x2.cl", "avg_pool_2x2")
-AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward")
+MAX = Kernel("pool_2x2.cl", "max_pool_2x2", "X")
+MAX_BACKWARD = Kernel("pool_2x2.cl", "max_pool_2x2_backward", "X")
+AVG = Kernel("pool_2x2.cl", "avg_pool_2x2", "X Y")
+AVG_BACKWARD = Kernel("pool_2x2.cl", "avg_pool_2x2_backward", "G DX")
 
 NAME = "pairs"
 TAKES = "2x2 windows side by side"
@@ -31,25 +30,20 @@ def fits(problem: Problem) -> bool:
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
     """Writes the maxima or means over y."""
-    if problem.is_max:
-        _launch(MAX, problem, x, y, X_T=x.dtype)
-    else:
-        _launch(AVG, problem, x, y, X_T=x.dtype, Y_T=y.dtype)
+    _launch(MAX if problem.is_max else AVG, problem, x, y)
 
 
 def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
     """Writes the gradient of the maxima over dx."""
-    _launch(MAX_BACKWARD, problem, x, cast(grad, dx.dtype), dx, X_T=x.dtype)
+    _launch(MAX_BACKWARD, problem, x, cast(grad, dx.dtype), dx)
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
     """Writes the gradient of the means over dx."""
-    _launch(AVG_BACKWARD, problem, grad, dx, G_T=grad.dtype, DX_T=dx.dtype)
+    _launch(AVG_BACKWARD, problem, grad, dx)
 
 
-def _launch(kernel: Kernel, problem: Problem, *tensors: Tensor, **dtypes: str) -> None:
+def _launch(kernel: Kernel, problem: Problem, *tensors: Tensor) -> None:
     queue, pairs = tensors[0].queue, problem.planes * problem.out_height
     plan = plan_rows(queue, pairs, 4 * problem.out_width)
-    types = {macro: bridge.STORAGE[dtype] for macro, dtype in dtypes.items()}
-    macros = {kernel.name.upper(): 1, **types}
-    kernel(queue, (plan.groups,), (1,), *tensors, pairs, plan.each, problem.out_width, **macros)
+    kernel(queue, (plan.groups,), (1,), *tensors, pairs, plan.each, problem.out_width)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import on_cpus
 from clamp.ops.launch import plan_rows
 from clamp.ops.pool.problem import Problem
 
-POOL = Kernel("pool_rows.cl", "pool_rows")
-MAX_BACKWARD = Kernel("pool_rows.cl", "max_pool_tiles_backward")
-AVG_BACKWARD = Kernel("pool_rows.cl", "avg_pool_rows_backward")
+POOL = Kernel("pool_rows.cl", "pool_rows", "X Y")
+MAX_BACKWARD = Kernel("pool_rows.cl", "max_pool_tiles_backward", "X G DX")
+AVG_BACKWARD = Kernel("pool_rows.cl", "avg_pool_rows_backward", "G DX")
 
 NAME = "rows"
 TAKES = "windows that fit a line of 2048 elements"
@@ -40,9 +39,7 @@ def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
     lines = min(_LINES, max(_LINE // (pitch * problem.stride), 1)) if tile >= problem.out_width else 1
     POOL(
         x.queue, (plan.groups,), (1,), x, y, x.size, rows, plan.each, *problem.extents, tile, pitch, lines,
-        problem.scale,
-        POOL_ROWS=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], MAX=int(problem.is_max),
-        **problem.macros,
+        problem.scale, MAX=int(problem.is_max), **problem.macros,
     )  # fmt: skip
 
 
@@ -56,8 +53,7 @@ def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
     each = plan_rows(x.queue, tiles, min(band * tile * problem.stride, _TILE_ELEMENTS)).each
     MAX_BACKWARD(
         x.queue, (-(-tiles // each),), (1,), x, grad, dx, x.size, grad.size, tiles, each, *problem.extents, band, tile,
-        MAX_POOL_TILES_BACKWARD=1, MAX=1, X_T=bridge.STORAGE[x.dtype], G_T=bridge.STORAGE[grad.dtype],
-        DX_T=bridge.STORAGE[dx.dtype], **problem.macros,
+        MAX=1, **problem.macros,
     )  # fmt: skip
 
 
@@ -70,9 +66,7 @@ def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
     lines = min(_LINES, max(_LINE // pitch, 1)) if tile >= problem.groups else 1
     AVG_BACKWARD(
         grad.queue, (plan.groups,), (1,), grad, dx, grad.size, rows, plan.each, *problem.extents, tile, pitch, lines,
-        problem.scale,
-        AVG_POOL_ROWS_BACKWARD=1, MAX=0, G_T=bridge.STORAGE[grad.dtype], DX_T=bridge.STORAGE[dx.dtype],
-        **problem.macros,
+        problem.scale, MAX=0, **problem.macros,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import launch, span_for
 
-SOFTSIGN = Kernel("softsign.cl", "softsign")
-SOFTSIGN_BACKWARD = Kernel("softsign.cl", "softsign_backward")
+SOFTSIGN = Kernel("softsign.cl", "softsign", "X Y")
+SOFTSIGN_BACKWARD = Kernel("softsign.cl", "softsign_backward", "G X DX")
 
 
 def softsign(x: Tensor, *, out_dtype: str) -> Tensor:
@@ -21,10 +21,7 @@ def softsign(x: Tensor, *, out_dtype: str) -> Tensor:
     y = bridge.empty(x.queue, x.shape, out_dtype)
     if y.size:
         span = span_for(x.queue, x.size)
-        SOFTSIGN(
-            x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size, span,
-            SOFTSIGN=1, X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[out_dtype],
-        )  # fmt: skip
+        SOFTSIGN(x.queue, *launch(x.queue, -(-x.size // span)), x, y, x.size, span)
     return y
 
 
@@ -33,9 +30,5 @@ def softsign_backward(grad: Tensor, x: Tensor, *, out_dtype: str) -> Tensor:
     dx = bridge.empty(x.queue, x.shape, out_dtype)
     if dx.size:
         span = span_for(x.queue, x.size)
-        SOFTSIGN_BACKWARD(
-            x.queue, *launch(x.queue, -(-x.size // span)), grad, x, dx, x.size, span,
-            SOFTSIGN_BACKWARD=1, G_T=bridge.STORAGE[grad.dtype], X_T=bridge.STORAGE[x.dtype],
-            DX_T=bridge.STORAGE[out_dtype],
-        )  # fmt: skip
+        SOFTSIGN_BACKWARD(x.queue, *launch(x.queue, -(-x.size // span)), grad, x, dx, x.size, span)
     return dx
