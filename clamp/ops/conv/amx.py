@@ -28,13 +28,11 @@ IN_WORDS = "the processor's matrix unit"
 
 _CONV = Kernel("conv_amx.cl", "conv")
 _PACK = Kernel("conv_amx_weights.cl", "pack_weights")
-_WEIGHT_GRAD = Kernel("conv_amx_grad.cl", "weight_grad")
-_FINISH = Kernel("conv_amx_grad.cl", "weight_grad_finish")
+_WEIGHT_GRAD = Kernel("conv_amx_grad.cl", "weight_grad", "-")
+_FINISH = Kernel("conv_amx_grad.cl", "weight_grad_finish", "- OUT")
 _SIDE = 32  # sums in both directions, and numbers of a step
-_RUNS, _STEPS = (
-    8,
-    20,
-)  # runs of positions that are computed together; steps of a panel of weights that are read so often
+_RUNS = 8  # of positions that are computed together
+_STEPS = 20  # of a panel of weights that are read so often
 _STAGED_WORDS = 2**16  # of a block of the source: a quarter of a megabyte, in a second-level cache with panels and sums
 _ITEMS_PER_CORE = 4  # each has a workspace of its own; of a weight gradient, partial sums to add up, too
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -113,11 +111,11 @@ def weight_gradient(
         queue, (shares, chunks, groups), (1, 1, 1), x, grad, _taps(queue.context, shape, block), partial, work,
         x.size, grad.size, images, each, block.images, problem.channels, problem.features, shape.taps,
         shape.y.positions, shape.x.positions, block.rows, block.line(shape), *block.staging, words // 2,
-        WEIGHT_GRAD=1, EXPONENT=_EXPONENTS[x.dtype], **_macros(x, emulate),
+        EXPONENT=_EXPONENTS[x.dtype], **_macros(x, emulate),
     )  # fmt: skip
     _FINISH(
         queue, (panels, blocks_k, groups), (1, 1, 1), partial, out, problem.features, problem.channels, shape.taps,
-        chunks, WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], **_macros(x, True),
+        chunks, **_macros(x, True),
     )  # fmt: skip
     return None
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -16,16 +15,6 @@ from clamp.ops.gemm.problem import Epilogue
 
 #: writes a correlation
 Correlate = Callable[[Source, Weights, Target], None]
-
-
-class Sum(Protocol):
-    """A weight gradient as it adds up, slice by slice of the batch."""
-
-    def add(self, source: Source, grad: Tensor, begin: int) -> None:
-        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-
-    def finish(self) -> None:
-        """Writes the sum."""
 
 
 def convolve(
@@ -52,22 +41,18 @@ def convolve(
         interleave(phases, out, remainders, by_rows=by_rows)
 
 
-def weight_gradient(
-    start: Callable[[Source], Sum], problem: Problem, x: Tensor, grad: Tensor, dtype: str, *, by_rows: bool = True
-) -> None:
-    """Adds up a gradient by the weights.
+def gradient_sources(
+    problem: Problem, x: Tensor, grad: Tensor, dtype: str, *, by_rows: bool = True
+) -> Iterator[tuple[Source, int]]:
+    """Yields what a gradient by the weights reads of x, one slice of the batch after the other, and at which element of
+    ``grad`` the slice's output gradients begin: the first at 0.
 
     Args:
-        start: begins a sum, given the first source of those to come.
         dtype: storage type of the sources.
         by_rows: as in `convolve`.
     """
-    total: Sum | None = None
     for first, (source,) in _sources(x, (problem.forward,), problem, problem.channels, dtype, x, by_rows=by_rows):
-        total = total or start(source)
-        total.add(source, grad, first * grad.shape[1] * source.shape.positions)
-    if total is not None:
-        total.finish()
+        yield source, first * grad.shape[1] * source.shape.positions
 
 
 def _sources(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from math import prod
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -12,7 +12,7 @@ from clamp.ops.conv import direct
 from clamp.ops.conv.geometry import divide
 from clamp.ops.conv.packed import multiply_panels
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import Source, Target
+from clamp.ops.conv.stage import Source, Target, slices
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.gemm.problem import Epilogue
 
@@ -21,8 +21,8 @@ TAKES = "bfloat16 by bfloat16, on a processor whose dot product of them works (o
 IN_WORDS = "packed panels and the processor's bfloat16 dot product"
 
 _CONV = Kernel("conv_dot_bf16.cl", "conv")
-_WEIGHT_GRAD = Kernel("conv_dot_bf16_grad.cl", "weight_grad")
-_FINISH = Kernel("conv_dot_bf16_grad.cl", "weight_grad_finish")
+_WEIGHT_GRAD = Kernel("conv_dot_bf16_grad.cl", "weight_grad", "-")
+_FINISH = Kernel("conv_dot_bf16_grad.cl", "weight_grad_finish", "- OUT")
 _ROWS, _COLUMNS = 12, 32  # of the register tile
 _LAYOUT = PanelLayout(width=_ROWS, short=8, block=384, pairs=True)
 _STEPS = 256  # pairs of positions that a weight gradient reads at a time
@@ -49,48 +49,28 @@ def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogu
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out``."""
-    direct.weight_gradient(partial(_Bf16Sum, out=out), problem, x, grad, "bfloat16")
+    queue, shape, groups, rows = x.queue, problem.forward, problem.window.groups, problem.features
+    steps = problem.channels * shape.taps
+    panels_k = -(-steps // _COLUMNS)
+    tall, short = _LAYOUT.heights(rows)
+    padded = _LAYOUT.padded(rows)
+    floats = groups * panels_k * padded * _COLUMNS
+    words = (_STEPS + 16) * (_COLUMNS + padded)  # of a work-item: what it packs
+    items = max(1, min(_CHUNKS_PER_CORE * capabilities(queue).compute_units, _WORK_WORDS // words))
+    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    division = divide(items, groups, columns, 2 * _STEPS, panels_k, floats)
+    partial = bridge.empty(queue, (division.chunks * floats,), "float32")
+    grid = (-(-panels_k // division.each_k), division.chunks, groups)
+    work = bridge.empty(queue, (prod(grid) * words,), "float32")
+    for source, begin in direct.gradient_sources(problem, x, grad, x.dtype):
+        _WEIGHT_GRAD(
+            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, work, begin, *source.sizes(rows),
+            groups * rows * shape.positions, source.tensor.size, grad.size, tall + short, tall, division.each_k,
+            division.each, division.block, begin > 0, STEPS=_STEPS,
+        )  # fmt: skip
+    _FINISH(queue, (panels_k, -(-rows // _ROWS), groups), (1, 1, 1), partial, out, rows, steps, padded, division.chunks)
     return None
 
 
 def _correlate(source: Source, weights: Weights, target: Target) -> None:
     multiply_panels(_CONV, _COLUMNS, _LAYOUT, source, weights, target)
-
-
-class _Bf16Sum:
-    """A weight gradient as it adds up, slice by slice of the batch."""
-
-    def __init__(self, first: Source, out: Tensor) -> None:
-        rows = out.shape[0] // first.groups
-        self._out, self._rows, self._steps, self._groups = out, rows, first.offsets.steps, first.groups
-        self._panels_k = -(-first.offsets.steps // _COLUMNS)
-        self._tall, self._short = _LAYOUT.heights(rows)
-        self._padded = _LAYOUT.padded(rows)
-        floats = first.groups * self._panels_k * self._padded * _COLUMNS
-        self._words = (_STEPS + 16) * (_COLUMNS + self._padded)  # of a work-item: what it packs
-        items = _CHUNKS_PER_CORE * capabilities(out.queue).compute_units
-        items = max(1, min(items, _WORK_WORDS // self._words))
-        self._division = divide(items, first.groups, first.columns, 2 * _STEPS, self._panels_k, floats)
-        self._partial = bridge.empty(out.queue, (self._division.chunks * floats,), "float32")
-        self._accumulate = False
-
-    def add(self, source: Source, grad: Tensor, begin: int) -> None:
-        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue, division = grad.queue, self._division
-        grid = (-(-self._panels_k // division.each_k), division.chunks, source.groups)
-        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * self._words,), "float32")
-        _WEIGHT_GRAD(
-            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, self._partial, work,
-            begin, *source.sizes(self._rows), source.groups * self._rows * source.shape.positions, source.tensor.size,
-            grad.size, self._tall + self._short, self._tall, division.each_k, division.each, division.block,
-            self._accumulate, WEIGHT_GRAD=1, STEPS=_STEPS,
-        )  # fmt: skip
-        self._accumulate = True
-
-    def finish(self) -> None:
-        """Writes the sum."""
-        _FINISH(
-            self._out.queue, (self._panels_k, -(-self._rows // _ROWS), self._groups), (1, 1, 1), self._partial,
-            self._out, self._rows, self._steps, self._padded, self._division.chunks,
-            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype],
-        )  # fmt: skip

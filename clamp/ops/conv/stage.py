@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -64,15 +63,13 @@ class Target:
     epilogue: Epilogue  # what happens in the store
 
 
-def slices(x: Tensor, shape: Correlation, dtype: str) -> Iterator[tuple[int, int]]:
+def slices(x: Tensor, shape: Correlation, dtype: str) -> list[tuple[int, int]]:
     """(first image, images) of the parts in which a batch is staged, so that the workspace stays small."""
     images = x.shape[0]
     if not must_copy(x, shape, dtype):
-        yield 0, images
-        return
+        return [(0, images)]
     each = max(1, _WORKSPACE_BYTES // max(1, 4 * x.shape[1] * shape.plane))
-    for first in range(0, images, each):
-        yield first, min(each, images - first)
+    return [(first, min(each, images - first)) for first in range(0, images, each)]
 
 
 def must_copy(x: Tensor, shape: Correlation, dtype: str) -> bool:

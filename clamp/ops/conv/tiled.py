@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -13,8 +12,9 @@ from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast_into
 from clamp.ops.conv import direct
+from clamp.ops.conv.geometry import PARTIAL_FLOATS
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import Source, Target
+from clamp.ops.conv.stage import Source, Target, slices
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always
 from clamp.ops.gemm.problem import Epilogue
@@ -26,13 +26,12 @@ TAKES = "every convolution"
 IN_WORDS = "tiles in local memory"
 fits = pays = always  # whatever no other engine takes is computed here
 
-_CONV = Kernel("conv_tiled.cl", "conv")
-_WEIGHT_GRAD = Kernel("conv_tiled.cl", "weight_grad")
+_CONV = Kernel("conv_tiled.cl", "conv", "- X")
+_WEIGHT_GRAD = Kernel("conv_tiled.cl", "weight_grad", "X - G")
 _PER_ITEM = 4  # a work-item computes 4 x 4 elements
 _TILE_K = 16
 _GROUPS_PER_UNIT = 4  # work-groups that a compute unit should get
 _MIN_CHUNK = 1024  # positions that are worth a work-group of their own
-_PARTIAL_FLOATS = 8 * 2**20  # of partial weight gradients
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
@@ -42,7 +41,23 @@ def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogu
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out``."""
-    direct.weight_gradient(partial(_TiledSum, out=out), problem, x, grad, x.dtype, by_rows=False)
+    queue, shape, groups, rows = x.queue, problem.forward, problem.window.groups, problem.features
+    side, tile = _side(capabilities(queue)), _layout(queue).width
+    tiles_k, tiles_m = -(-problem.channels * shape.taps // tile), -(-rows // tile)
+    wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
+    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    most = min(wanted // (tiles_k * tiles_m * groups), columns // _MIN_CHUNK, PARTIAL_FLOATS // out.size)
+    chunk = -(-columns // max(1, most))
+    chunks = -(-columns // chunk)
+    partial = bridge.empty(queue, (chunks * out.size,), "float32")
+    grid = (tiles_k * side, tiles_m * side, chunks * groups)
+    for source, begin in direct.gradient_sources(problem, x, grad, x.dtype, by_rows=False):
+        _WEIGHT_GRAD(
+            queue, grid, (side, side, 1), source.tensor, source.offsets, grad, partial, begin, *source.sizes(rows),
+            groups * rows * shape.positions, chunk, groups, begin > 0,
+            INDEX=index_type(source.columns), **_macros(queue),
+        )  # fmt: skip
+    cast_into(sum_axis(partial, 1, chunks, out.size, out.dtype), out)
     return None
 
 
@@ -74,41 +89,5 @@ def _correlate(source: Source, weights: Weights, target: Target) -> None:
         out.queue, grid, (side, side, 1), weights.panels(source.shape, layout), source.tensor,
         source.offsets, out, epilogue.bias_or(out), target.begin, *source.sizes(weights.rows),
         target.image, *epilogue.flags,
-        CONV=1, INDEX=index_type(source.columns), X_T=bridge.STORAGE[source.tensor.dtype], **_macros(out.queue),
-        **epilogue.macros,
+        INDEX=index_type(source.columns), **_macros(out.queue), **epilogue.macros,
     )  # fmt: skip
-
-
-class _TiledSum:
-    """A weight gradient as it adds up, slice by slice of the batch."""
-
-    def __init__(self, first: Source, out: Tensor) -> None:
-        queue, rows = out.queue, out.shape[0] // first.groups
-        self._out, self._rows = out, rows
-        tile = _layout(queue).width
-        floats = first.groups * rows * first.offsets.steps
-        groups = -(-first.offsets.steps // tile) * -(-rows // tile) * first.groups
-        wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
-        chunks = max(1, min(wanted // groups, first.columns // _MIN_CHUNK, _PARTIAL_FLOATS // floats))
-        self._chunk = -(-first.columns // chunks)
-        self._chunks = -(-first.columns // self._chunk)
-        self._partial = bridge.empty(queue, (self._chunks * floats,), "float32")
-        self._accumulate = False
-
-    def add(self, source: Source, grad: Tensor, begin: int) -> None:
-        """Adds the images of ``source``, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue = grad.queue
-        side, tile = _side(capabilities(queue)), _layout(queue).width
-        grid = (-(-source.offsets.steps // tile) * side, -(-self._rows // tile) * side, self._chunks * source.groups)
-        _WEIGHT_GRAD(
-            queue, grid, (side, side, 1), source.tensor, source.offsets, grad, self._partial,
-            begin, *source.sizes(self._rows), source.groups * self._rows * source.shape.positions, self._chunk,
-            source.groups, self._accumulate,
-            WEIGHT_GRAD=1, INDEX=index_type(source.columns), X_T=bridge.STORAGE[source.tensor.dtype],
-            G_T=bridge.STORAGE[grad.dtype], **_macros(queue),
-        )  # fmt: skip
-        self._accumulate = True
-
-    def finish(self) -> None:
-        """Writes the sum."""
-        cast_into(sum_axis(self._partial, 1, self._chunks, self._out.size, self._out.dtype), self._out)

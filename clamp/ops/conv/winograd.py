@@ -13,7 +13,6 @@ bfloat16 stores, they may overflow on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -123,11 +122,10 @@ class Tiles:
         return 4 if self.columns <= 4 else 2 if self.columns <= 8 else 1
 
 
-def slices(x: Tensor, tiles: Tiles) -> Iterator[tuple[int, int]]:
+def slices(x: Tensor, tiles: Tiles) -> list[tuple[int, int]]:
     """(first image, images) of the parts in which a batch is staged, so that the workspace stays small."""
     each = max(1, _STAGED_BYTES // max(1, 2 * x.shape[1] * tiles.plane))
-    for first in range(0, x.shape[0], each):
-        yield first, min(each, x.shape[0] - first)
+    return [(first, min(each, x.shape[0] - first)) for first in range(0, x.shape[0], each)]
 
 
 def stage(x: Tensor, tiles: Tiles, first: int, images: int, pad: Pair) -> Tensor:
@@ -263,58 +261,35 @@ def _gradient_pays(problem: Problem) -> bool:
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
     """Writes the gradient by the weights over ``out`` (F, C / groups, 3, 3)."""
-    tiles = Tiles.of(PLAIN if problem.window.stride == (1, 1) else STRIDED, pair(grad.shape[2:]))
-    total: _WinogradSum | None = None
-    for first, images in slices(x, tiles):
+    queue, groups, rows, channels = out.queue, problem.window.groups, problem.features, problem.channels
+    form = PLAIN if problem.window.stride == (1, 1) else STRIDED
+    tiles, tile = Tiles.of(form, pair(grad.shape[2:])), tile_of_gradient(queue, rows)
+    batch = slices(x, tiles)
+    panels_k, panels_m = -(-channels // tile.rows), -(-rows // tile.columns)
+    floats = groups * form.weight_planes * panels_k * panels_m * tile.rows * tile.columns
+    items = _GRADIENT_ITEMS_PER_CORE * capabilities(queue).compute_units
+    # Each part of the channels transforms the gradients for itself.
+    parts = -(-channels // _MOST_CHANNELS)
+    division = divide(items, groups, batch[0][1] * tiles.count, _BLOCK, panels_k, floats, parts)
+    partial = bridge.empty(queue, (division.chunks * floats,), "float32")
+    grid = (-(-panels_k // division.each_k), division.chunks, groups)
+    # One of three sizes, so that few channels take a small workspace and few programs are compiled.
+    most = next(size for size in (24, 72, 144) if division.each_k * tile.rows <= size)
+    read_floats, grad_floats = most * _BLOCK + 16, _BLOCK * tile.columns + 16
+    slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
+    slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
+    work = bridge.empty(queue, (prod(grid) * slice_floats,), "float32")
+    for first, images in batch:
         staged = stage(x, tiles, first, images, problem.window.pad)
-        total = total or _WinogradSum(out, tiles.form, images * tiles.count, problem.window.groups)
-        total.add(staged, tiles, images, grad, first * (grad.size // grad.shape[0]))
-    if total is not None:
-        total.finish()
-    return None
-
-
-class _WinogradSum:
-    """A weight gradient as it adds up, slice by slice of the batch."""
-
-    def __init__(self, out: Tensor, form: Form, columns: int, groups: int) -> None:
-        self._out, self._form, self._groups = out, form, groups
-        self._rows, self._channels = out.shape[0] // groups, out.shape[1]
-        queue = out.queue
-        self._tile = tile = tile_of_gradient(queue, self._rows)
-        self._panels_k, self._panels_m = -(-self._channels // tile.rows), -(-self._rows // tile.columns)
-        floats = groups * form.weight_planes * self._panels_k * self._panels_m * tile.rows * tile.columns
-        items = _GRADIENT_ITEMS_PER_CORE * capabilities(queue).compute_units
-        # Each part of the channels transforms the gradients for itself.
-        parts = -(-self._channels // _MOST_CHANNELS)
-        self._division = divide(items, groups, columns, _BLOCK, self._panels_k, floats, parts)
-        self._partial = bridge.empty(queue, (self._division.chunks * floats,), "float32")
-        self._accumulate = False
-
-    def add(self, staged: Tensor, tiles: Tiles, images: int, grad: Tensor, begin: int) -> None:
-        """Adds some staged images, whose output gradients are in ``grad`` from element ``begin`` on."""
-        queue, form, tile, division = grad.queue, self._form, self._tile, self._division
-        grid = (-(-self._panels_k // division.each_k), division.chunks, self._groups)
-        # One of three sizes, so that few channels take a small workspace and few programs are compiled.
-        channels = next(size for size in (24, 72, 144) if division.each_k * tile.rows <= size)
-        read_floats, grad_floats = channels * _BLOCK + 16, _BLOCK * tile.columns + 16
-        slice_floats = form.read_planes * read_floats + form.grad_places * grad_floats
-        slice_floats += form.edge * (form.edge * _BLOCK + 16) * 16
-        work = bridge.empty(queue, (grid[0] * grid[1] * grid[2] * slice_floats,), "float32")
         form.kernel("weight_grad")(
-            queue, grid, (1, 1, 1), staged, grad, self._partial, work, begin,
-            images * tiles.count, self._rows, self._channels, tiles.count, tiles.columns, *tiles.staged,
-            *grad.shape[2:], grad.size, division.each_k, self._accumulate,
+            queue, grid, (1, 1, 1), staged, grad, partial, work, first * (grad.size // grad.shape[0]),
+            images * tiles.count, rows, channels, tiles.count, tiles.columns, *tiles.staged, *grad.shape[2:], grad.size,
+            division.each_k, first > 0,
             WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
-            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=channels, PIECES=tiles.pieces, **form.macros,
+            MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=most, PIECES=tiles.pieces, **form.macros,
         )  # fmt: skip
-        self._accumulate = True
-
-    def finish(self) -> None:
-        """Writes the sum."""
-        self._form.kernel("weight_grad_finish")(
-            self._out.queue, (self._panels_k, self._panels_m, self._groups), (1, 1, 1),
-            self._partial, self._out, self._rows, self._channels, self._division.chunks,
-            WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[self._out.dtype], MR=self._tile.rows, NR=self._tile.columns,
-            **self._form.macros,
-        )  # fmt: skip
+    form.kernel("weight_grad_finish")(
+        queue, (panels_k, panels_m, groups), (1, 1, 1), partial, out, rows, channels, division.chunks,
+        WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], MR=tile.rows, NR=tile.columns, **form.macros,
+    )  # fmt: skip
+    return None
