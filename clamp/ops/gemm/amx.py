@@ -16,6 +16,7 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "amx"
@@ -226,12 +227,5 @@ def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int,
     (``whole_rows``), with all rows, one panel more than usual included: a batch of a few rows more is multiplied by the
     same kernels."""
     whole_rows = whole_rows and panels_a <= most_a + 1
-    block_a, block_b = panels_a if whole_rows else min(most_a, panels_a), min(_BLOCK_B, panels_b)
-    while True:
-        blocks = -(-panels_a // block_a) * -(-panels_b // block_b) * batches
-        if blocks >= _BLOCKS_PER_CORE * cores or block_a * block_b == 1:
-            return block_a, block_b
-        if block_b > 1 and (whole_rows or block_b >= block_a):
-            block_b = -(-block_b // 2)
-        else:
-            block_a = -(-block_a // 2)
+    most, sides = (panels_a if whole_rows else most_a, _BLOCK_B), (0 if whole_rows else 1, 1)
+    return blocks_of((panels_a, panels_b), most, sides, batches, _BLOCKS_PER_CORE * cores)[:2]

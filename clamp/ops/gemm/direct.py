@@ -7,12 +7,11 @@ times over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
 from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm.plan import tile_of
+from clamp.ops.gemm.plan import blocks_of, tile_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "direct"
@@ -57,7 +56,12 @@ def bind(
     tile, swapped = tile_of(c.queue), b.rows == 1 < a.rows and epilogue.bias is None
     if swapped:  # a column is as wide as a tile otherwise
         a, b = b, a
-    panels_a, panels_b, grid = _blocks(a, b, c)
+    tiles = -(-a.rows // tile.rows), -(-b.rows // tile.columns)
+    enough = _BLOCKS_PER_CORE * capabilities(c.queue).compute_units
+    panels_a, panels_b, grid = blocks_of(
+        tiles, (_ROWS // tile.rows, _COLUMNS // tile.columns), (tile.rows, tile.columns),
+        c.size // (a.rows * b.rows), enough,
+    )  # fmt: skip
     wide = [reads is not None and x.tensor.dtype == "float32" for x in (a, b)]
     launch = _GEMM.bind(
         c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., a.rows, b.rows, a.k,
@@ -78,21 +82,3 @@ def bind(
 def copies(b: Matrix) -> bool:
     """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
     return not b.batch and b.stride_row == 1
-
-
-def _blocks(a: Matrix, b: Matrix, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:
-    """Tiles of a block by rows and columns, and the blocks: large ones, but so many that every core has some."""
-    tile, batches = tile_of(c.queue), c.size // (a.rows * b.rows)
-    tiles_a, tiles_b = -(-a.rows // tile.rows), -(-b.rows // tile.columns)
-    panels_a, panels_b = min(_ROWS // tile.rows, tiles_a), min(_COLUMNS // tile.columns, tiles_b)
-    enough = _BLOCKS_PER_CORE * capabilities(c.queue).compute_units
-    while True:
-        grid = (-(-tiles_a // panels_a), -(-tiles_b // panels_b), batches)
-        if prod(grid) >= enough or panels_a * panels_b == 1:
-            return panels_a, panels_b, grid
-        if panels_b * tile.columns > panels_a * tile.rows and panels_b > 1:
-            panels_b = -(-panels_b // 2)
-        elif panels_a > 1:
-            panels_a = -(-panels_a // 2)
-        else:
-            panels_b = -(-panels_b // 2)

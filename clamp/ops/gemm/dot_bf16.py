@@ -8,7 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm import panels
-from clamp.ops.gemm.panels import Panels, blocks_of
+from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -42,12 +42,12 @@ def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, _ROWS, pairs=True)
-    blocks = blocks_of(a, b, c)
-    slot_columns = blocks.panels_b if a.steps > _KC else 1
-    slots = prod(blocks.grid) * blocks.panels_a * slot_columns
+    panels_a, panels_b, grid = panels.blocks(a, b, c)
+    slot_columns = panels_b if a.steps > _KC else 1
+    slots = prod(grid) * panels_a * slot_columns
     sums = bridge.empty(queue, (slots * _ROWS * _COLUMNS,), "float32")
     _GEMM(
-        queue, blocks.grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), sums,
-        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b, slot_columns,
+        queue, grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), sums,
+        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, panels_a, panels_b, slot_columns,
         *epilogue.flags, KC=_KC, **epilogue.macros,
     )  # fmt: skip

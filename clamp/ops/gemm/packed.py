@@ -7,7 +7,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm import panels
-from clamp.ops.gemm.panels import Panels, blocks_of
+from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.plan import tile_of
 from clamp.ops.gemm.problem import Epilogue, Matrix
 
@@ -29,13 +29,13 @@ def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, tile_of(queue).rows)
-    blocks = blocks_of(a, b, c)
+    panels_a, panels_b, grid = panels.blocks(a, b, c)
     partial = c  # a kernel's pointer must point somewhere
     if a.steps > _KC:
-        sums = blocks.grid[2] * a.count * a.width * b.count * b.width
+        sums = grid[2] * a.count * a.width * b.count * b.width
         partial = bridge.empty(queue, (sums,), "float32")
     _GEMM(
-        queue, blocks.grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), partial,
-        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, blocks.panels_a, blocks.panels_b,
+        queue, grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), partial,
+        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, panels_a, panels_b,
         *epilogue.types, *epilogue.flags, MR=a.width, NR=b.width, KC=_KC,
     )  # fmt: skip

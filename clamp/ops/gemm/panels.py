@@ -9,6 +9,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Matrix
 
 _PACK = Kernel("gemm_pack.cl", "pack")
@@ -57,26 +58,8 @@ def pack(x: Matrix, width: int, *, pairs: bool = False) -> Panels:
     return Panels(panels, x.batch, x.rows, x.k, steps, width)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of C: a work-item computes the product of ``panels_a`` panels of A with ``panels_b`` of B."""
-
-    panels_a: int
-    panels_b: int
-    grid: tuple[int, int, int]
-
-
-def blocks_of(a: Panels, b: Panels, c: Tensor) -> Blocks:
-    """Blocks as large as the cache allows, smaller for a small C so that every core has work."""
-    batches = c.size // (a.rows * b.rows)
+def blocks(a: Panels, b: Panels, c: Tensor) -> tuple[int, int, tuple[int, int, int]]:
+    """Panels of A and of B that a work-item multiplies, as many as its cache holds; and the work-items."""
+    most = _BLOCK_ROWS // a.width, _BLOCK_COLUMNS // b.width
     enough = _BLOCKS_PER_CORE * capabilities(c.queue).compute_units
-    panels_a = min(_BLOCK_ROWS // a.width, a.count)
-    panels_b = min(_BLOCK_COLUMNS // b.width, b.count)
-    while True:
-        grid = (-(-a.count // panels_a), -(-b.count // panels_b), batches)
-        if prod(grid) >= enough or panels_a * panels_b == 1:
-            return Blocks(panels_a, panels_b, grid)
-        if panels_b > 1 and panels_b * b.width >= panels_a * a.width:
-            panels_b = -(-panels_b // 2)
-        else:
-            panels_a = -(-panels_a // 2)
+    return blocks_of((a.count, b.count), most, (a.width, b.width), c.size // (a.rows * b.rows), enough)

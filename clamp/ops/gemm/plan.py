@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TypeAlias, TypeVar
 
 import pyopencl as cl
@@ -129,3 +130,28 @@ _TILE_NARROW = Tile(6, 16)  # 12 sums in 16 registers of 8 floats (AVX2), 24 in 
 def tile_of(queue: cl.CommandQueue) -> Tile:
     """The register tile for the queue's device."""
     return _TILE_AVX512 if capabilities(queue).float_vector_width >= 16 else _TILE_NARROW
+
+
+def blocks_of(
+    tiles: tuple[int, int], most: tuple[int, int], sides: tuple[int, int], batches: int, enough: int
+) -> tuple[int, int, tuple[int, int, int]]:
+    """Blocks of tiles of C, one for each work-item: as large as may be, but ``enough`` of them for every core.
+
+    Args:
+        tiles: of C, by rows and columns.
+        most: of a block.
+        sides: of a tile: of two sides of a block that could be halved, the longer one is.
+
+    Returns:
+        Tiles of a block by rows and by columns, and the blocks of all matrices.
+    """
+    (tiles_a, tiles_b), (side_a, side_b) = tiles, sides
+    block_a, block_b = min(most[0], tiles_a), min(most[1], tiles_b)
+    while True:
+        grid = (-(-tiles_a // block_a), -(-tiles_b // block_b), batches)
+        if prod(grid) >= enough or block_a * block_b == 1:
+            return block_a, block_b, grid
+        if block_b > 1 and block_b * side_b >= block_a * side_a:
+            block_b = -(-block_b // 2)
+        else:
+            block_a = -(-block_a // 2)
