@@ -29,7 +29,7 @@ from functools import partial
 from importlib.resources import files
 from itertools import compress
 from operator import attrgetter, call
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import pyopencl as cl
@@ -55,6 +55,7 @@ _SHORTENING = ("-D_OPENCL_H_", "-DDECLARE_BUILTINS")
 
 _dtype_of = attrgetter("dtype")
 
+T = TypeVar("T")
 Finish: TypeAlias = Callable[[bytes], bytes]
 
 # What stands there while nobody watches launches.
@@ -171,11 +172,12 @@ class Prepared(threading.local):
         self._most = most
         _prepared.add(self)
 
-    def keep(self, key: tuple[Any, ...], value: Any) -> None:
-        """Keeps what was prepared."""
+    def keep(self, key: tuple[Any, ...], value: T) -> T:
+        """Keeps what was prepared, and returns it."""
         if len(self.known) >= self._most:
             self.known.clear()
         self.known[key] = value
+        return value
 
 
 class KernelBuildError(RuntimeError):

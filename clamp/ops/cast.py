@@ -49,5 +49,4 @@ def _bind(key: tuple[Any, ...], x: Tensor, y: Tensor) -> Launch:
         x.queue, *launch(x.queue, -(-x.size // span)), ..., ..., x.size, span,
         X_T=bridge.STORAGE[x.dtype], Y_T=bridge.STORAGE[y.dtype], PIECES=pieces_for(x.queue),
     )  # fmt: skip
-    _launches.keep(key, bound)
-    return bound
+    return _launches.keep(key, bound)

@@ -155,8 +155,7 @@ def _make_plan(
         else:
             open_places = [...] * (len(operands) + 1)
             plan = _LaunchPlan(shape, ELEMENTWISE.bind(queue, *sizes, *open_places, *layout, **macros))
-    _plans.keep(key, plan)
-    return plan
+    return _plans.keep(key, plan)
 
 
 def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -83,11 +83,7 @@ _row_plans = Prepared(1024)
 def plan_rows(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:
     """A plan for ``rows`` rows of n elements: few, long pieces on a CPU, a work-group a row on a GPU."""
     key = (queue.device.int_ptr, rows, n)
-    plan = _row_plans.known.get(key)
-    if plan is None:
-        plan = _new_plan(queue, rows, n)
-        _row_plans.keep(key, plan)
-    return plan
+    return _row_plans.known.get(key) or _row_plans.keep(key, _new_plan(queue, rows, n))
 
 
 def _new_plan(queue: cl.CommandQueue, rows: int, n: int) -> RowPlan:

@@ -78,9 +78,7 @@ def _plan_sum(key: Key, kind: str, operands: Sequence[Tensor]) -> tuple[Any, ...
     group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
     parts, span = parts_of(queue, 1, n)
     kernel = LOSS_SUM.on(queue, LOSS_SUM=1, **group_macros(queue, group), **_macros(kind, operands))
-    plan = (kernel, (parts * group,), (group,), parts, (n, span))
-    _plans.keep(key, plan)
-    return plan
+    return _plans.keep(key, (kernel, (parts * group,), (group,), parts, (n, span)))
 
 
 def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants: Sequence[float] = ()) -> Tensor:
@@ -132,9 +130,7 @@ def _plan_elements(
     span = span_for(x.queue, x.size)
     every = {"PIECES": pieces_for(x.queue), **macros, **_macros(kind, operands)}
     built = kernel.on(x.queue, **every) if x.size else None
-    plan = (built, *launch(x.queue, -(-x.size // span)), (x.size, span))
-    _plans.keep(key, plan)
-    return plan
+    return _plans.keep(key, (built, *launch(x.queue, -(-x.size // span)), (x.size, span)))
 
 
 def _all_four(operands: Sequence[Tensor]) -> list[Tensor]:

@@ -177,10 +177,7 @@ class DeviceState:
                 if kernel is not ASSIGN:
                     self._about_to_move()
                 key = (queue.context.int_ptr, kernel.name, *scalars)
-                launch = _moves.known.get(key)
-                if launch is None:
-                    launch = kernel.bind(queue, (1,), (1,), ..., *scalars)
-                    _moves.keep(key, launch)
+                launch = _moves.known.get(key) or _moves.keep(key, kernel.bind(queue, (1,), (1,), ..., *scalars))
                 launch(queue, buffer)
 
     def read(self) -> ScaleState:
@@ -226,8 +223,7 @@ def _multiply(x: Tensor, out_dtype: str, state: cl.Buffer) -> Tensor:
         launch = _multiplications.known.get(key)
         if launch is None:
             types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-            launch = MULTIPLY.bind(x.queue, (size,), (1,), ..., ..., ..., **types)
-            _multiplications.keep(key, launch)
+            launch = _multiplications.keep(key, MULTIPLY.bind(x.queue, (size,), (1,), ..., ..., ..., **types))
         launch(x.queue, x.buffer, y.buffer, state)
     return y
 

@@ -198,5 +198,4 @@ def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes:
         RULE="none", COPY_T=bridge.STORAGE[dtype], KEEPS="kept_copy", TURNS=0, DECADES=_CAST_SLOTS // 10,
         PIECES=pieces_for(queue),
     )  # fmt: skip
-    _casts.keep(key, bound)
-    return bound
+    return _casts.keep(key, bound)

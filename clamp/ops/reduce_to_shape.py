@@ -91,9 +91,7 @@ def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     types = {"X_T": bridge.STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
     section = {kernel.name.upper(): 1}
     bound = kernel.bind(queue, *launch(queue, items), ..., ..., *arguments, **section, **types)
-    plan = (bound, (outer * chunks * inner,), y_dtype, chunks)
-    _plans.keep(key, plan)
-    return plan
+    return _plans.keep(key, (bound, (outer * chunks * inner,), y_dtype, chunks))
 
 
 def _fold(rows: int, inner: int) -> int:

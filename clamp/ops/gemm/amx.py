@@ -94,8 +94,8 @@ def run(a: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     )  # fmt: skip
     product = _products.known.get(key)
     if product is None:
-        product = Product(a, b, c, epilogue, unit_of(capabilities(c.queue), a.tensor.dtype))
-        _products.keep(key, product)
+        unit = unit_of(capabilities(c.queue), a.tensor.dtype)
+        product = _products.keep(key, Product(a, b, c, epilogue, unit))
     product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 
