@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.attention.blocked import KEYS, combine, plan_of
+from clamp.ops.attention.blocked import KEYS, launch_backward, launch_forward, plan_of
 from clamp.ops.attention.problem import Gradients, Problem
 
 NAME = "amx"
@@ -34,12 +33,7 @@ def forward(
     plan = plan_of(problem, _SIDE, _SIDE)
     matrix = plan.padded * plan.pitch // 2  # words of a head's queries, say
     floats = 3 * matrix + 2 * KEYS * _SIDE + 3 * _SIDE * plan.pitch // 2
-    workspace = bridge.empty(q.queue, (plan.items * floats,), "float32")
-    _FORWARD(
-        q.queue, (plan.items,), (1,), q, k, v, out, lse, workspace, plan.heads, plan.length, plan.width,
-        problem.scale, problem.causal, plan.chunks, plan.each, floats,
-        FORWARD=1, KEYS=KEYS, EMULATE=int(emulate),
-    )  # fmt: skip
+    launch_forward(_FORWARD, problem, plan, floats, (q, k, v, out, lse), KEYS=KEYS, EMULATE=int(emulate))
 
 
 def backward(
@@ -48,14 +42,5 @@ def backward(
 ) -> None:  # fmt: skip
     """Writes the gradients of q, k and v over ``grads``; ``emulate`` as in `forward`."""
     plan = plan_of(problem, _SIDE, _SIDE)
-    dq, dk, dv = grads
     floats = (4 * plan.pitch + 3 * _SIDE) * plan.padded + 2 * _SIDE * (plan.pitch + _SIDE)
-    workspace = partial = bridge.empty(q.queue, (plan.items * floats,), "float32")
-    if plan.chunks > 1:
-        partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
-    _BACKWARD(
-        q.queue, (plan.items,), (1,), q, k, v, grad, lse, dq, dk, dv, partial, workspace, plan.heads, plan.length,
-        plan.width, problem.scale, problem.causal, plan.chunks, plan.each, floats, BACKWARD=1, EMULATE=int(emulate),
-    )  # fmt: skip
-    if plan.chunks > 1:
-        combine(plan, partial, dk, dv)
+    launch_backward(_BACKWARD, problem, plan, floats, (q, k, v, grad, lse), grads, EMULATE=int(emulate))

@@ -86,36 +86,45 @@ def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     plan = plan_of(problem, *_tile_of(problem))
-    workspace = bridge.empty(q.queue, (plan.items * plan.forward_floats,), "float32")
-    FORWARD(
-        q.queue, (plan.items,), (1,), q, k, v, out, lse, workspace, plan.heads, plan.length, plan.width,
-        problem.scale, problem.causal, plan.chunks, plan.each, plan.forward_floats,
-        FORWARD=1, **plan.macros,
-    )  # fmt: skip
+    launch_forward(FORWARD, problem, plan, plan.forward_floats, (q, k, v, out, lse), **plan.macros)
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
     """Writes the gradients of q, k and v over ``grads``."""
     plan = plan_of(problem, *_tile_of(problem))
-    dq, dk, dv = grads
-    workspace = bridge.empty(q.queue, (plan.items * plan.backward_floats,), "float32")
-    partial = workspace
-    if plan.chunks > 1:
-        partial = bridge.empty(q.queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
-    BACKWARD(
-        q.queue, (plan.items,), (1,), q, k, v, grad, lse, dq, dk, dv, partial, workspace, plan.heads, plan.length,
-        plan.width, problem.scale, problem.causal, plan.chunks, plan.each, plan.backward_floats,
-        BACKWARD=1, **plan.macros,
-    )  # fmt: skip
-    if plan.chunks > 1:
-        combine(plan, partial, dk, dv)
+    launch_backward(BACKWARD, problem, plan, plan.backward_floats, (q, k, v, grad, lse), grads, **plan.macros)
 
 
-def combine(plan: Plan, partial: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Adds up the sums of a head's chunks."""
-    rows = plan.heads * plan.length
-    each = max(1, rows // (8 * capabilities(dk.queue).compute_units))
-    COMBINE(
-        dk.queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
-        COMBINE=1, **plan.macros,
+def launch_forward(
+    kernel: Kernel, problem: Problem, plan: Plan, floats: int, tensors: tuple[Tensor, ...], **macros: object
+) -> None:
+    """Launches a kernel whose work-items have so many floats of workspace each; ``tensors`` are q, k, v, out, lse."""
+    queue = tensors[0].queue
+    workspace = bridge.empty(queue, (plan.items * floats,), "float32")
+    kernel(
+        queue, (plan.items,), (1,), *tensors, workspace, plan.heads, plan.length, plan.width, problem.scale,
+        problem.causal, plan.chunks, plan.each, floats, FORWARD=1, **macros,
     )  # fmt: skip
+
+
+def launch_backward(
+    kernel: Kernel, problem: Problem, plan: Plan, floats: int, tensors: tuple[Tensor, ...], grads: Gradients,
+    **macros: object,
+) -> None:  # fmt: skip
+    """As `launch_forward`, with q, k, v, the result's gradient and lse; then the sums of heads' chunks are added up."""
+    queue = tensors[0].queue
+    workspace = partial = bridge.empty(queue, (plan.items * floats,), "float32")
+    if plan.chunks > 1:
+        partial = bridge.empty(queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
+    kernel(
+        queue, (plan.items,), (1,), *tensors, *grads, partial, workspace, plan.heads, plan.length, plan.width,
+        problem.scale, problem.causal, plan.chunks, plan.each, floats, BACKWARD=1, **macros,
+    )  # fmt: skip
+    if plan.chunks > 1:
+        _, dk, dv = grads
+        rows = plan.heads * plan.length
+        each = max(1, rows // (8 * capabilities(queue).compute_units))
+        COMBINE(
+            queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
+            COMBINE=1, **plan.macros,
+        )  # fmt: skip
