@@ -156,26 +156,13 @@ def batch_norm_backward(
     if x.size == 0:
         dgamma, dbeta = (bridge.zeros(p.queue, p.shape, p.dtype) if parameters else None for p in (gamma, beta))
         return dx, dgamma, dbeta
-    inputs = (x, grad, gamma, beta, mean, var)
-    phases = norm_sets.in_phases(x.queue)
-    if not parameters and not training:
-        if dx is not None and phases:
-            norm_sets.backward(inputs, dx, None, sets, eps, False, activation)
-        elif dx is not None:
-            _backward_apply(inputs, mean, dx, sets, eps, False, activation)  # the sums are not read
-        return dx, None, None
-    dgamma, dbeta = (bridge.empty(p.queue, p.shape, p.dtype) for p in (gamma, beta))
-    if phases:
-        norm_sets.backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
-        return dx, dgamma if parameters else None, dbeta if parameters else None
-    parts, span = parts_of(x.queue, sets.sets, sets.elements)
-    if dx is not None and parts == 1:
-        _backward(inputs, dx, (dgamma, dbeta), sets, eps, training, activation)
-    else:
-        sums = _backward_sums(inputs, (dgamma, dbeta), sets, parts, span, eps, activation)
-        if dx is not None:
-            _backward_apply(inputs, sums, dx, sets, eps, training, activation)
-    return dx, dgamma if parameters else None, dbeta if parameters else None
+    summed = None
+    if parameters or training:  # x's gradient is made of the others' sums, then
+        summed = bridge.empty(gamma.queue, gamma.shape, gamma.dtype), bridge.empty(beta.queue, beta.shape, beta.dtype)
+    if dx is not None or summed is not None:
+        backward = norm_sets.backward if norm_sets.in_phases(x.queue) else _backward_in_parts
+        backward((x, grad, gamma, beta, mean, var), dx, summed, sets, eps, training, activation)
+    return dx, *(summed if parameters and summed is not None else (None, None))
 
 
 def group_norm_backward(
@@ -215,31 +202,31 @@ def _backward(
     )  # fmt: skip
 
 
-def _backward_sums(
-    inputs: Inputs, gradients: Sequence[Tensor], sets: Sets, parts: int, span: int, eps: float, activation: Activation
-) -> Tensor:
-    """The gradients of gamma and beta; both in fp32 as well, side by side for each channel."""
-    queue, var = inputs[0].queue, inputs[-1]
-    partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
-    plan = plan_rows(queue, sets.sets * parts, span)
-    PLANES_BACKWARD_SUMS(
-        queue, *plan.sizes, *inputs, partial_gd, partial_g, *sets.geometry, span, parts, plan.each, eps,
-        activation.slope, ACT=activation.kind,
-    )  # fmt: skip
-    sums = bridge.empty(queue, (sets.sets, 2), "float32")
-    BATCH_BACKWARD_MERGE(
-        queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, *gradients, sets.sets, parts, eps
-    )
-    return sums
-
-
-def _backward_apply(
-    inputs: Inputs, sums: Tensor, dx: Tensor, sets: Sets, eps: float, training: bool, activation: Activation
-) -> None:
-    """x's gradient from the sums."""
-    queue = dx.queue
-    plan = sets.plan_planes(queue)
-    PLANES_BACKWARD_APPLY(
-        queue, *plan.sizes, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels, plan.each,
-        sets.elements, eps, activation.slope, ACT=activation.kind, TRAINING=int(training),
-    )  # fmt: skip
+def _backward_in_parts(
+    inputs: Inputs, dx: Tensor | None, parameters: tuple[Tensor, Tensor] | None, sets: Sets, eps: float, training: bool,
+    activation: Activation,
+) -> None:  # fmt: skip
+    """As `norm_sets.backward`, of channels: a set at a time, or in parts, where few sets would leave cores idle."""
+    queue, mean, var = inputs[0].queue, inputs[4], inputs[5]
+    parts, span = parts_of(queue, sets.sets, sets.elements)
+    sums = mean  # not read
+    if parameters is not None:
+        if dx is not None and parts == 1:
+            _backward(inputs, dx, parameters, sets, eps, training, activation)
+            return
+        partial_gd, partial_g = (bridge.empty(queue, (sets.sets * parts,), "float32") for _ in range(2))
+        plan = plan_rows(queue, sets.sets * parts, span)
+        PLANES_BACKWARD_SUMS(
+            queue, *plan.sizes, *inputs, partial_gd, partial_g, *sets.geometry, span, parts, plan.each, eps,
+            activation.slope, ACT=activation.kind,
+        )  # fmt: skip
+        sums = bridge.empty(queue, (sets.sets, 2), "float32")  # of gamma and beta, side by side for each channel
+        BATCH_BACKWARD_MERGE(
+            queue, *launch(queue, sets.sets), partial_gd, partial_g, var, sums, *parameters, sets.sets, parts, eps
+        )
+    if dx is not None:
+        plan = sets.plan_planes(queue)
+        PLANES_BACKWARD_APPLY(
+            queue, *plan.sizes, *inputs, sums, dx, sets.sets * sets.planes, sets.hw, sets.channels, plan.each,
+            sets.elements, eps, activation.slope, ACT=activation.kind, TRAINING=int(training),
+        )  # fmt: skip
