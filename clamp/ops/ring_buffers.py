@@ -11,18 +11,16 @@ from numpy.typing import NDArray
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.host_steps import refuse, unrecorded
 from clamp.opencl.program import Kernel
 from clamp.ops.launch import pieces_for
-from clamp.ops.slots import GROUP_GPU, batches, filled, in_turn, tiles_of
+from clamp.ops.slots import batches, in_turn
 
 NOTE = Kernel("notes.cl", "note")
 TOTAL = Kernel("notes.cl", "total")
 SQUARES = Kernel("squares.cl", "squares")
 CLIP = Kernel("squares.cl", "clip")
 
-_OTHER_ARGUMENTS_BYTES = 24  # tile table, sums and where its tiles begin
 _LIFT = 90  # by which exponents squares.cl lifts what is small, and lowers what is large
 
 
@@ -74,7 +72,16 @@ class Norms(Notes):
         Args:
             tensors: float32, float16 or bfloat16, on one queue, with elements.
         """
-        sum_squares(tensors, self._words, row)
+        parts, queue = list(batches(tensors)), tensors[0].queue
+        counts = [items // group for (items,), (group,) in (part.tiles.grid for part in parts)]
+        sums = bridge.empty(queue, (3 * sum(counts),), "float32")
+        for index, (_, _, tiles, arguments, macros) in enumerate(parts):
+            _, (group,) = tiles.grid
+            SQUARES(
+                queue, *tiles.grid, tiles.table, sums, sum(counts[:index]), *arguments, **macros, WG=group,
+                PIECES=pieces_for(queue),
+            )  # fmt: skip
+        TOTAL(queue, (1,), (1,), sums, sum(counts), self._words, row, X_T="f32")
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Norms:
@@ -97,11 +104,9 @@ class Norms(Notes):
         queue = tensors[0].queue
         total = bridge.empty(queue, (1,), "float32")
         pieces: list[Callable[[], object]] = []
-        for _, slots, indices in batches(tensors, 1, _OTHER_ARGUMENTS_BYTES):
-            these = [tensors[index] for index in indices]
-            tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
-            args = tiles.table, self._words, longest, total, *filled(these, slots)
-            macros = {"X_T": "f32", "CLIP": 1, "DECADES": slots // 10, "WG": 1, "PIECES": pieces_for(queue)}
+        for _, _, tiles, arguments, macros in batches(tensors):
+            args = tiles.table, self._words, longest, total, *arguments
+            macros |= {"CLIP": 1, "WG": 1, "PIECES": pieces_for(queue)}
             pieces.append(partial(CLIP, queue, *tiles.grid, *args, **macros))
         in_turn(pieces)
         return total
@@ -110,19 +115,3 @@ class Norms(Notes):
         """The norms, shape ``(rows,)``; inf or nan where an element was. Waits for the device."""
         low, mid, high = self._read().T
         return np.sqrt(np.ldexp(low, -2 * _LIFT) + mid + np.ldexp(high, 2 * _LIFT))
-
-
-def sum_squares(tensors: Sequence[Tensor], words: Tensor, row: int) -> None:
-    """Adds up the squares of all elements of all tensors, by exponents, into the three words of a row."""
-    found = batches(tensors, 1, _OTHER_ARGUMENTS_BYTES)
-    parts = [(kind, slots, [tensors[index] for index in indices]) for kind, slots, indices in found]
-    queue, wg = tensors[0].queue, 1 if capabilities(tensors[0].queue).is_cpu else GROUP_GPU
-    tiles = [tiles_of(queue, tuple([tensor.size for tensor in these])) for _, _, these in parts]
-    counts = [one.grid[0][0] // wg for one in tiles]
-    sums = bridge.empty(queue, (3 * sum(counts),), "float32")
-    for index, (kind, slots, these) in enumerate(parts):
-        SQUARES(
-            queue, *tiles[index].grid, tiles[index].table, sums, sum(counts[:index]), *filled(these, slots),
-            X_T=kind, DECADES=slots // 10, WG=wg, PIECES=pieces_for(queue),
-        )  # fmt: skip
-    TOTAL(queue, (1,), (1,), sums, sum(counts), words, row, X_T="f32")

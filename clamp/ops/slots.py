@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyopencl as cl
@@ -23,6 +23,7 @@ _TILE_CPU_SMALLEST = 1024
 _TILES_PER_CORE = 4  # smaller tensors use smaller tiles until every core has this many
 _TILE_GPU = 8192  # elements a work-group
 GROUP_GPU = 64
+_OTHER_ARGUMENTS_BYTES = 24  # of a launch that looks at tensors: tile table, results and where its rows begin
 _TILE = np.dtype([("begin", np.uint64), ("tensor", np.uint32), ("count", np.uint32)])
 
 
@@ -62,19 +63,28 @@ def require_readable(function: str, tensors: Sequence[Tensor]) -> None:
             raise TypeError(f"{function}: tensors[{index}] is on netcl's numpy backend; it must be on an OpenCL device")
 
 
-def batches(tensors: Sequence[Tensor], pointers: int, other_bytes: int) -> Iterator[tuple[str, int, list[int]]]:
-    """(storage type, slots, numbers of tensors) of each launch over tensors: those of one queue and type go together.
+class Batch(NamedTuple):
+    """Tensors of one queue and storage type that one launch reads."""
 
-    Args:
-        pointers, other_bytes: as for ``slots_for``.
-    """
+    indices: list[int]  # which of all they are
+    tensors: list[Tensor]
+    tiles: TensorTiles
+    arguments: list[Tensor]  # of the kernel: the tensors, and one of them again for each slot left over
+    macros: dict[str, object]  # storage type, and how many slots
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[Batch]:
+    """Yields what each launch reads that looks at tensors, and takes a few arguments besides."""
     kinds: dict[tuple[cl.CommandQueue, str], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kinds.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
     for (queue, kind), same in kinds.items():
-        slots = slots_for(queue, len(same), pointers, other_bytes)
+        slots = slots_for(queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
         for start in range(0, len(same), slots):
-            yield kind, slots, same[start : start + slots]
+            indices = same[start : start + slots]
+            these = [tensors[index] for index in indices]
+            tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
+            yield Batch(indices, these, tiles, filled(these, slots), {"X_T": kind, "DECADES": slots // 10})
 
 
 def filled(tensors: Sequence[T], slots: int) -> list[T]:

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.host_steps import refuse
 from clamp.opencl.program import Kernel
 from clamp.ops import transfer
 from clamp.ops.launch import group_macros, pieces_for
-from clamp.ops.slots import GROUP_GPU, batches, filled, require_readable, tiles_of
+from clamp.ops.slots import batches, require_readable
 
 STATISTICS = Kernel("statistics.cl", "statistics")
 NUMERICS = Kernel("numerics.cl", "numerics")
@@ -37,8 +36,6 @@ OCTAVES = range(-24, 16)
 
 _HEAD = 5  # words before a row's histogram
 _ROW = 10  # words of a tile's numerics
-_OTHER_ARGUMENTS_BYTES = 24  # tile table, results and where its rows begin
-_NUMERICS_ARGUMENTS_BYTES = 16  # tile table and results
 _NAN = float("nan")
 _INF = np.float32(np.inf).view(np.uint32)
 
@@ -193,14 +190,11 @@ class _QueueStatistics:
         self._words = bridge.empty(queue, (words,), "int32")
         transfer.fill(queue, self._words.buffer, bytes(4), 0, 4 * words)
         every = [tensor for same in kinds.values() for tensor in same]
-        for kind, slots, indices in batches(every, 1, _OTHER_ARGUMENTS_BYTES):
-            these = [every[index] for index in indices]
-            row = self._rows[_key(these[0])]
-            tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
+        for batch in batches(every):
+            row, (_, (group,)) = self._rows[_key(batch.tensors[0])], batch.tiles.grid
             STATISTICS(
-                queue, *tiles.grid, tiles.table, self._words, row.begin, *filled(these, slots), X_T=kind,
-                DECADES=slots // 10, BINS=len(row.bins), FIRST_BIN=row.bins.start,
-                WG=1 if capabilities(queue).is_cpu else GROUP_GPU, PIECES=pieces_for(queue),
+                queue, *batch.tiles.grid, batch.tiles.table, self._words, row.begin, *batch.arguments, **batch.macros,
+                BINS=len(row.bins), FIRST_BIN=row.bins.start, WG=group, PIECES=pieces_for(queue),
             )  # fmt: skip
 
     def read(self) -> dict[Key, Statistics]:
@@ -267,9 +261,13 @@ class PendingNumerics:
         self._counts = [tensor.size for tensor in tensors]
         filled_ones = [index for index, tensor in enumerate(tensors) if tensor.size]
         self._launches: list[tuple[list[int], Tensor]] = []
-        for kind, slots, places in batches([tensors[index] for index in filled_ones], 1, _NUMERICS_ARGUMENTS_BYTES):
-            these = [filled_ones[place] for place in places]
-            self._launches.append((these, _launch_numerics(kind, [tensors[index] for index in these], slots)))
+        for batch in batches([tensors[index] for index in filled_ones]):
+            queue, tiles = batch.tensors[0].queue, batch.tiles
+            (items,), (group,) = tiles.grid
+            words = bridge.empty(queue, (_ROW * items // group,), "int32")
+            macros = {**batch.macros, **group_macros(queue, group)}
+            NUMERICS(queue, *tiles.grid, tiles.table, words, *batch.arguments, **macros)
+            self._launches.append(([filled_ones[place] for place in batch.indices], words))
 
     def read(self) -> list[Numerics]:
         """The numerics of each tensor, in their order. Waits for the device, with one read a launch.
@@ -293,17 +291,6 @@ def numerics_of(tensor: Tensor) -> Numerics:
         TypeError, RuntimeError: as ``PendingNumerics`` and its ``read``.
     """
     return PendingNumerics([tensor]).read()[0]
-
-
-def _launch_numerics(kind: str, tensors: Sequence[Tensor], slots: int) -> Tensor:
-    queue = tensors[0].queue
-    tiles = tiles_of(queue, tuple(tensor.size for tensor in tensors))
-    (items,), (group,) = tiles.grid
-    words = bridge.empty(queue, (_ROW * items // group,), "int32")
-    macros = group_macros(queue, 1 if capabilities(queue).is_cpu else GROUP_GPU)
-    NUMERICS(queue, *tiles.grid, tiles.table, words, *filled(tensors, slots),
-             X_T=kind, DECADES=slots // 10, **macros)  # fmt: skip
-    return words
 
 
 def _numerics_of_rows(count: int, rows: NDArray[np.uint32]) -> Numerics:
