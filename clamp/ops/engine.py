@@ -14,7 +14,7 @@ P = TypeVar("P", contravariant=True)
 
 
 class Engine(Protocol[P]):
-    """An engine as a choice sees it; the functions that compute are in each package's own protocol."""
+    """An engine as a choice sees it; the functions that compute, and what they do, are in each package's protocol."""
 
     @property
     def NAME(self) -> str:

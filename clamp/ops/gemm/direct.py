@@ -40,12 +40,10 @@ def pays(problem: Problem) -> bool:
 
 
 def pack(b: Matrix) -> Matrix:
-    """op(B) as it is: it is read in place."""
     return b
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 

@@ -51,11 +51,9 @@ class MatrixUnit(Verified):
         return self.NAME in problem.verified and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
     def pack(self, b: Matrix) -> Matrix:
-        """op(B) as it is: it is read in place."""
         return b
 
     def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
@@ -82,11 +80,9 @@ class MatrixUnit(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Its kernels."""
         return (self.kernel,)
 
     def may_work(self, device: Capabilities) -> bool:
-        """Returns whether the device is of a kind that has the instruction."""
         return self.is_for(device)
 
     @property
