@@ -7,7 +7,7 @@ and run in plain C (``emulate``) on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -107,29 +107,27 @@ class MatrixConv(Verified):
         *, emulate: int = 0,
     ) -> None:  # fmt: skip
         """As `convolve`, by a given plan. ``emulate`` as in kernels/matrix_product.clh."""
-        for phase in _phases(problem):
-            self._correlate(problem, phase, x, weights, out, epilogue, plan, emulate)
-
-    def _correlate(
-        self, problem: Problem, phase: _Phase, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
-        emulate: int,
-    ) -> None:  # fmt: skip
-        shape, groups, positions = phase.shape, weights.groups, problem.images * phase.shape.positions
-        if positions * weights.rows * groups == 0:
-            return
-        layout = _Weights.of(weights)
-        k = weights.channels * shape.taps if x.size else 0  # an image without pixels is all padding: sums of nothing
-        table = _taps(x.queue.context, shape, weights.channels, layout)
-        self._kernel(self.conv, emulate)(
-            x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
-            weights.tensor, x if x.size else weights.tensor, table, out, epilogue.bias_or(out),
-            weights.rows, k, positions, layout.pitch, layout.group,
-            weights.channels * shape.source[0] * shape.source[1],
-            shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
-            groups * weights.channels * shape.source[0] * shape.source[1], phase.begin, *phase.target, *epilogue.flags,
-            CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0), IN_T=bridge.STORAGE[weights.tensor.dtype],
-            FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros, **dict(self.unit.options),
-        )  # fmt: skip
+        (shapes, (rows, columns)), groups, layout = problem.correlations, weights.groups, _Weights.of(weights)
+        height, width = problem.image if problem.gradient == "input" else problem.size
+        # from one image, channel, row and column of positions to the next, in elements of the result
+        steps = weights.rows * groups * height * width, height * width, rows * width, columns
+        image = weights.channels if x.size else 0  # one without pixels is all padding: sums of nothing
+        for number, shape in enumerate(shapes):
+            positions, k = problem.images * shape.positions, image * shape.taps
+            if positions * weights.rows * groups == 0:
+                continue
+            group = weights.channels * shape.source[0] * shape.source[1]
+            self._kernel(self.conv, emulate)(
+                x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
+                weights.tensor, x if x.size else weights.tensor,
+                _taps(x.queue.context, shape, weights.channels, layout), out, epilogue.bias_or(out),
+                weights.rows, k, positions, layout.pitch, layout.group, group,
+                shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
+                groups * group, number // columns * width + number % columns, *steps, *epilogue.flags,
+                CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0),
+                IN_T=bridge.STORAGE[weights.tensor.dtype], FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros,
+                **dict(self.unit.options),
+            )  # fmt: skip
 
     def sum_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan, slices: int = 1, *, emulate: int = 0
@@ -156,25 +154,6 @@ class MatrixConv(Verified):
     @staticmethod
     def _kernel(kernel: Kernel, emulate: int) -> Kernel:
         return kernel.in_plain_c if emulate else kernel
-
-
-@dataclass(frozen=True)
-class _Phase:
-    """One remainder of the positions, and where its results lie."""
-
-    shape: Correlation  # what is computed there
-    begin: int  # the first result
-    # from one image, channel, row and column of positions to the next, in elements of the result
-    target: tuple[int, int, int, int]
-
-
-def _phases(problem: Problem) -> Iterator[_Phase]:
-    shapes, (rows, columns) = problem.correlations
-    channels = problem.channels if problem.gradient == "input" else problem.features
-    height, width = problem.image if problem.gradient == "input" else problem.size
-    target = channels * problem.window.groups * height * width, height * width, rows * width, columns
-    for number, shape in enumerate(shapes):
-        yield _Phase(shape, number // columns * width + number % columns, target)
 
 
 def _positions(problem: Problem) -> int:
