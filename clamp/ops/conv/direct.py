@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -31,38 +31,29 @@ def convolve(
     shapes, remainders = problem.correlations
     phases = out if len(shapes) == 1 else bridge.empty(out.queue, out.shape, out.dtype)
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
-    for first, sources in _sources(x, shapes, problem, channels, x.dtype, out, by_rows=by_rows):
+    tables = [offsets(x.queue.context, shape, channels) for shape in shapes]
+    for first, images in slices(x, shapes[0], x.dtype):
+        # All correlations read one staged source, or a stand-in: a kernel's pointer must point somewhere.
+        staged = stage(x, shapes[0], first, images, x.dtype, by_rows=by_rows) if x.size else out
         begin = 0
-        for source in sources:
-            out_image = weights.groups * weights.rows * source.shape.positions
+        for shape, table in zip(shapes, tables, strict=True):
+            source = Source(staged, shape, table, images, weights.groups, channels)
+            out_image = weights.groups * weights.rows * shape.positions
             correlate(source, weights, Target(phases, begin + first * out_image, out_image, epilogue))
             begin += problem.images * out_image
     if phases is not out:
         interleave(phases, out, remainders, by_rows=by_rows)
 
 
-def gradient_sources(
-    problem: Problem, x: Tensor, grad: Tensor, dtype: str, *, by_rows: bool = True
-) -> Iterator[tuple[Source, int]]:
-    """Yields what a gradient by the weights reads of x, one slice of the batch after the other, and at which element of
-    ``grad`` the slice's output gradients begin: the first at 0.
+def source_of(
+    x: Tensor, problem: Problem, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool = True
+) -> Source:
+    """What the gradient by the weights reads of ``images`` images, from the first on.
 
     Args:
-        dtype: storage type of the sources.
+        dtype: storage type of the source.
         by_rows: as in `convolve`.
     """
-    for first, (source,) in _sources(x, (problem.forward,), problem, problem.channels, dtype, x, by_rows=by_rows):
-        yield source, first * grad.shape[1] * source.shape.positions
-
-
-def _sources(
-    x: Tensor, shapes: Sequence[Correlation], problem: Problem, channels: int, dtype: str, stand_in: Tensor,
-    *, by_rows: bool,
-) -> Iterator[tuple[int, list[Source]]]:  # fmt: skip
-    """The first image of each slice of a batch, with what the correlations read of the slice: all one staged source,
-    or the stand-in where x has no elements (a kernel's pointer must point somewhere)."""
-    tables = [offsets(x.queue.context, shape, channels) for shape in shapes]
-    for first, images in slices(x, shapes[0], dtype):
-        staged = stage(x, shapes[0], first, images, dtype, by_rows=by_rows) if x.size else stand_in
-        groups, pairs = problem.window.groups, zip(shapes, tables, strict=True)
-        yield first, [Source(staged, shape, table, images, groups, channels) for shape, table in pairs]
+    staged = stage(x, shape, first, images, dtype, by_rows=by_rows)
+    table = offsets(x.queue.context, shape, problem.channels)
+    return Source(staged, shape, table, images, problem.window.groups, problem.channels)

@@ -55,16 +55,19 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     floats = groups * panels_k * padded * _COLUMNS
     words = (_STEPS + 16) * (_COLUMNS + padded)  # of a work-item: what it packs
     items = max(1, min(_CHUNKS_PER_CORE * capabilities(queue).compute_units, _WORK_WORDS // words))
-    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    image = groups * rows * shape.positions  # elements of an image of gradients
+    batch = slices(x, shape, x.dtype)
+    columns = batch[0][1] * shape.positions
     division = divide(items, groups, columns, 2 * _STEPS, panels_k, floats)
     partial = bridge.empty(queue, (division.chunks * floats,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
-    for source, begin in direct.gradient_sources(problem, x, grad, x.dtype):
+    for first, images in batch:
+        source = direct.source_of(x, problem, shape, first, images, x.dtype)
         _WEIGHT_GRAD(
-            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, work, begin, *source.sizes(rows),
-            groups * rows * shape.positions, source.tensor.size, grad.size, tall + short, tall, division.each_k,
-            division.each, division.block, begin > 0, STEPS=_STEPS,
+            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, work, first * image,
+            *source.sizes(rows), image, source.tensor.size, grad.size, tall + short, tall, division.each_k,
+            division.each, division.block, first > 0, STEPS=_STEPS,
         )  # fmt: skip
     _FINISH(queue, (panels_k, -(-rows // _ROWS), groups), (1, 1, 1), partial, out, rows, steps, padded, division.chunks)
     return None

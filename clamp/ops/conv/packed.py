@@ -46,7 +46,9 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     panels_k, panels_m = -(-steps // tile.rows), -(-rows // tile.columns)
     floats = groups * panels_k * panels_m * tile.rows * tile.columns
     items = _CHUNKS_PER_CORE * capabilities(queue).compute_units
-    columns = slices(x, shape, dtype)[0][1] * shape.positions
+    image = groups * rows * shape.positions  # elements of an image of gradients
+    batch = slices(x, shape, dtype)
+    columns = batch[0][1] * shape.positions
     division = divide(items, groups, columns, most, panels_k, floats)
     partial = bridge.empty(queue, (division.chunks * floats,), "float32")
     bias, partial_bias = None, partial  # a kernel's pointers must point somewhere
@@ -55,11 +57,12 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
         partial_bias = bridge.empty(queue, (division.chunks * groups * panels_m * tile.columns,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * (most + 16) * tile.columns,), "float32")
-    for source, begin in direct.gradient_sources(problem, x, grad, dtype):
+    for first, images in batch:
+        source = direct.source_of(x, problem, shape, first, images, dtype)
         _WEIGHT_GRAD(
-            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, partial_bias, work, begin,
-            *source.sizes(rows), groups * rows * shape.positions, grad.size, division.each_k, division.each,
-            division.block, begin > 0, bias is not None, MR=tile.rows, NR=tile.columns, JC=most,
+            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, partial_bias, work, first * image,
+            *source.sizes(rows), image, grad.size, division.each_k, division.each,
+            division.block, first > 0, bias is not None, MR=tile.rows, NR=tile.columns, JC=most,
         )  # fmt: skip
     _FINISH(
         queue, (panels_k, panels_m, groups), (1, 1, 1), partial, partial_bias, out, out if bias is None else bias,

@@ -43,16 +43,19 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     side, tile = _side(capabilities(queue)), _layout(queue).width
     tiles_k, tiles_m = -(-problem.channels * shape.taps // tile), -(-rows // tile)
     wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
-    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    image = groups * rows * shape.positions  # elements of an image of gradients
+    batch = slices(x, shape, x.dtype)
+    columns = batch[0][1] * shape.positions
     most = min(wanted // (tiles_k * tiles_m * groups), columns // _MIN_CHUNK, PARTIAL_FLOATS // out.size)
     chunk = -(-columns // max(1, most))
     chunks = -(-columns // chunk)
     partial = bridge.empty(queue, (chunks * out.size,), "float32")
     grid = (tiles_k * side, tiles_m * side, chunks * groups)
-    for source, begin in direct.gradient_sources(problem, x, grad, x.dtype, by_rows=False):
+    for first, images in batch:
+        source = direct.source_of(x, problem, shape, first, images, x.dtype, by_rows=False)
         _WEIGHT_GRAD(
-            queue, grid, (side, side, 1), source.tensor, source.offsets, grad, partial, begin, *source.sizes(rows),
-            groups * rows * shape.positions, chunk, groups, begin > 0,
+            queue, grid, (side, side, 1), source.tensor, source.offsets, grad, partial, first * image,
+            *source.sizes(rows), image, chunk, groups, first > 0,
             INDEX=index_type(source.columns), **_macros(queue),
         )  # fmt: skip
     cast_into(sum_axis(partial, 1, chunks, out.size, out.dtype), out)
