@@ -20,6 +20,7 @@ from clamp.ops.conv.geometry import PARTIAL_FLOATS, Correlation, deal
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.stage import interleave
 from clamp.ops.conv.weights import Weights
+from clamp.ops.gemm.amx import multiplies, unit_of
 from clamp.ops.gemm.problem import Epilogue
 
 NAME = "amx"
@@ -40,10 +41,7 @@ _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 def fits(problem: Problem) -> bool:
     """Returns whether both operands are of a 16-bit type that the matrix unit multiplies, in one part or in two."""
-    dtype, device = problem.dtypes[0], problem.device
-    if problem.dtypes[1] != dtype or dtype == "float32":
-        return False
-    return bool(device.amx or (dtype == "float16" and device.amx_fp16))
+    return multiplies(problem.device, *problem.dtypes)
 
 
 def pays(problem: Problem) -> bool:
@@ -68,7 +66,8 @@ def convolve(
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
     blocks_k, panels = -(-channels // _SIDE), -(-rows // _SIDE)
     fair = -(-images // (_ITEMS_PER_CORE * capabilities(queue).compute_units))
-    parts = _parts(x)
+    unit = unit_of(capabilities(x.queue), x.dtype, emulate)
+    parts = unit.parts
     block = StagedBlock.of(shapes, fair, _STAGED_WORDS // max(1, parts * blocks_k * _SIDE // 2))
     bands = -(-max(shape.y.positions for shape in shapes) // block.rows)
     grid, _ = deal(queue, bands * -(-images // block.images), panels, groups, _ITEMS_PER_CORE)
@@ -80,7 +79,7 @@ def convolve(
         queue, grid, (1, 1, 1), _panels(weights, shapes, parts), x if x.size else out, *tables, phases,
         epilogue.bias_or(out), work, len(shapes), x.size, images, block.images, block.rows, bands, channels, rows,
         *block.staging, words,
-        *epilogue.flags, RUNS=_RUNS, **_macros(x, emulate), **epilogue.macros,
+        *epilogue.flags, RUNS=_RUNS, **unit.macros, **epilogue.macros,
     )  # fmt: skip
     if phases is not out:
         interleave(phases, out, remainders, by_rows=True)
@@ -99,7 +98,8 @@ def weight_gradient(
     chunks = -(-images // each)
     shares = max(1, min(blocks_k, items // (groups * chunks)))
     # A position takes a word for each of 32 input channels, and half a word for each output channel.
-    parts = _parts(x)
+    unit = unit_of(capabilities(x.queue), x.dtype, emulate)
+    parts = unit.parts
     block = StagedBlock.of([shape], each, _STAGED_WORDS // (parts * (_SIDE + panels * _SIDE // 2)), multiple=_SIDE)
     steps = block.images * -(-((block.rows - 1) * block.line(shape) + shape.x.positions) // _SIDE)
     staged = (block.images * block.plane + _SIDE) * _SIDE + steps * _SIDE**2
@@ -111,23 +111,13 @@ def weight_gradient(
         queue, (shares, chunks, groups), (1, 1, 1), x, grad, _taps(queue.context, shape, block), partial, work,
         x.size, grad.size, images, each, block.images, problem.channels, problem.features, shape.taps,
         shape.y.positions, shape.x.positions, block.rows, block.line(shape), *block.staging, words // 2,
-        EXPONENT=_EXPONENTS[x.dtype], **_macros(x, emulate),
+        EXPONENT=_EXPONENTS[x.dtype], **unit.macros,
     )  # fmt: skip
     _FINISH(
         queue, (panels, blocks_k, groups), (1, 1, 1), partial, out, problem.features, problem.channels, shape.taps,
-        chunks, **_macros(x, True),
+        chunks, **{**unit.macros, "EMULATE": 1},
     )  # fmt: skip
     return None
-
-
-def _parts(x: Tensor) -> int:
-    """Of a number: 2 of a float16 where the unit does not multiply it as it is."""
-    return 2 if x.dtype == "float16" and not capabilities(x.queue).amx_fp16 else 1
-
-
-def _macros(x: Tensor, emulate: bool) -> dict[str, object]:
-    parts = _parts(x)
-    return {"PARTS": parts, "DOT_F16": int(x.dtype == "float16" and parts == 1), "EMULATE": int(emulate)}
 
 
 @dataclass(frozen=True)

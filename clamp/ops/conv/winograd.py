@@ -13,7 +13,8 @@ bfloat16 stores, they may overflow on the way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import pyopencl as cl
@@ -70,12 +71,7 @@ class Form:
     places: int
     weight_planes: int
     grad_places: int
-    options: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def macros(self) -> dict[str, int]:
-        """Macros of its kernels."""
-        return dict(self.options)
+    macros: Mapping[str, int] = field(default_factory=dict)  # of its kernels
 
     def kernel(self, name: str) -> Kernel:
         """A kernel of its file."""
@@ -83,8 +79,8 @@ class Form:
 
 
 PLAIN = Form(_FILES[0], 4, 4, 2, 36, 36, 36, 36)
-STRIDED = Form(_FILES[1], 4, 8, 1, 81, 25, 81, 25, (("GRADIENT", 0),))
-STRIDED_GRADIENT = Form(_FILES[1], 8, 4, 1, 25, 81, 81, 25, (("GRADIENT", 1),))
+STRIDED = Form(_FILES[1], 4, 8, 1, 81, 25, 81, 25, {"GRADIENT": 0})
+STRIDED_GRADIENT = Form(_FILES[1], 8, 4, 1, 25, 81, 81, 25, {"GRADIENT": 1})
 
 
 @dataclass(frozen=True)

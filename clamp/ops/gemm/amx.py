@@ -60,16 +60,21 @@ class Unit:
         return _PART_BYTES * self.parts
 
 
-def unit_of(device: Capabilities, dtype: str) -> Unit:
-    """Returns the way in which a device multiplies a type."""
-    return Unit(dtype, 2 if dtype == "float16" and not device.amx_fp16 else 1)
+def unit_of(device: Capabilities, dtype: str, emulate: bool = False) -> Unit:
+    """Returns the way in which a device multiplies a type; if ``emulate``, in plain C."""
+    return Unit(dtype, 2 if dtype == "float16" and not device.amx_fp16 else 1, emulate)
+
+
+def multiplies(device: Capabilities, first: str, second: str) -> bool:
+    """Returns whether two types are one 16-bit type that the device's matrix unit multiplies."""
+    if first != second or first not in bridge.HALF_DTYPES:
+        return False
+    return bool(device.amx or (first == "float16" and device.amx_fp16))
 
 
 def fits(problem: Problem) -> bool:
     """Returns whether both operands are of a 16-bit type that the device's matrix unit multiplies."""
-    if problem.a_dtype != problem.b_dtype or problem.a_dtype not in bridge.HALF_DTYPES:
-        return False
-    return bool(problem.device.amx or (problem.a_dtype == "float16" and problem.device.amx_fp16))
+    return multiplies(problem.device, problem.a_dtype, problem.b_dtype)
 
 
 def pays(problem: Problem) -> bool:

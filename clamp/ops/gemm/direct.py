@@ -12,12 +12,13 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import blocks_of, tile_of
-from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, as_it_lies
 
 NAME = "direct"
 TAKES = "operands of one storage type"
 IN_WORDS = "one launch that packs what it reads"
 PACKS = False
+pack = as_it_lies
 
 _GEMM = Kernel("gemm_direct.cl", "gemm")
 _KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit
@@ -37,10 +38,6 @@ def pays(problem: Problem) -> bool:
     if not problem.device.is_cpu or problem.rows is None:
         return False
     return problem.rows * problem.columns * problem.k <= _SMALL
-
-
-def pack(b: Matrix) -> Matrix:
-    return b
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:

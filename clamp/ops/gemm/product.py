@@ -110,7 +110,7 @@ def _product(
             choose(replace(b.problem, a_dtype=a.dtype), b.engine.NAME)
         b.engine.run(left, b.matrix, c, epilogue)
         return c
-    right = _in_place(right)
+    assert isinstance(right, Matrix)
     chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
     if key is not None and isinstance(chosen, Binds):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
@@ -180,11 +180,6 @@ def rounds_as_it_reads(
 def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None, batches: int = 1) -> Problem:
     a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
     return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows, batches)
-
-
-def _in_place(matrix: Panels | Matrix) -> Matrix:
-    assert isinstance(matrix, Matrix)
-    return matrix
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Matrix]) -> Matrix:

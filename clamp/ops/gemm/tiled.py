@@ -9,12 +9,13 @@ from clamp.ops.engine import always
 from clamp.ops.gemm import in_tiles
 from clamp.ops.gemm.in_tiles import TileRun
 from clamp.ops.gemm.plan import SquarePlan, best_plan, slices_of, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Matrix
+from clamp.ops.gemm.problem import Epilogue, Matrix, as_it_lies
 
 NAME = "tiled"
 TAKES = "every product"
 IN_WORDS = "tiles in local memory"
 fits = pays = always  # whatever no other engine takes is computed here
+pack = as_it_lies
 
 GEMM = Kernel("gemm_tiled.cl", "gemm")
 _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave some of its lanes idle
@@ -24,10 +25,6 @@ _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave so
 PLANS = (
     SquarePlan(16, 8), SquarePlan(8, 8), SquarePlan(8, 4), SquarePlan(4, 4), SquarePlan(2, 4), SquarePlan(1, 8),
 )  # fmt: skip
-
-
-def pack(b: Matrix) -> Matrix:
-    return b
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
