@@ -20,9 +20,9 @@ from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import group_macros, launch, parts_of, pieces_for, span_for
 from clamp.ops.reduce import reduce_sum
 
-LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum")
-LOSS_TERMS = Kernel("loss_elementwise.cl", "loss_terms")
-LOSS_GRADIENT = Kernel("loss_elementwise.cl", "loss_gradient")
+LOSS_SUM = Kernel("loss_elementwise.cl", "loss_sum", "X T W V")
+LOSS_TERMS = Kernel("loss_elementwise.cl", "loss_terms", "X T W V Y")
+LOSS_GRADIENT = Kernel("loss_elementwise.cl", "loss_gradient", "X T W V G DX")
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -77,7 +77,8 @@ def _plan_sum(key: Key, kind: str, operands: Sequence[Tensor]) -> tuple[Any, ...
     device = capabilities(queue)
     group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
     parts, span = parts_of(queue, 1, n)
-    kernel = LOSS_SUM.on(queue, LOSS_SUM=1, **group_macros(queue, group), **_macros(kind, operands))
+    dtypes = [y.dtype for y in _all_four(operands)]
+    kernel = LOSS_SUM.on(queue, *dtypes, KIND=kind, WEIGHTS=WEIGHTS[kind], **group_macros(queue, group))
     return _plans.keep(key, (kernel, (parts * group,), (group,), parts, (n, span)))
 
 
@@ -87,8 +88,7 @@ def loss_terms(kind: str, operands: Sequence[Tensor], out_dtype: str, constants:
     ``"logit_bce"``, binary cross entropy of a logit (an infinite one gives 0 where the target agrees with it), and
     ``"probability_bce"``, of a probability.
     """
-    storage = bridge.STORAGE[out_dtype]
-    return _over_elements(LOSS_TERMS, kind, operands, (), out_dtype, constants, LOSS_TERMS=1, Y_T=storage)
+    return _over_elements(LOSS_TERMS, kind, operands, (), out_dtype, constants)
 
 
 def loss_gradient(
@@ -99,22 +99,18 @@ def loss_gradient(
     Args:
         grad: gradient of the loss: one element, or one for each of the prediction's.
     """
-    macros = {"G_T": bridge.STORAGE[grad.dtype], "DX_T": bridge.STORAGE[out_dtype]}
-    each = {"G_EACH": 1} if grad.size == operands[0].size else {}
-    return _over_elements(
-        LOSS_GRADIENT, kind, operands, (grad,), out_dtype, constants, LOSS_GRADIENT=1, **macros, **each
-    )  # fmt: skip
+    return _over_elements(LOSS_GRADIENT, kind, operands, (grad,), out_dtype, constants)
 
 
 def _over_elements(
     kernel: Kernel, kind: str, operands: Sequence[Tensor], others: tuple[Tensor, ...], out_dtype: str,
-    constants: Sequence[float], **macros: object,
+    constants: Sequence[float],
 ) -> Tensor:  # fmt: skip
-    """Storage types of the operands, and of what else a kernel reads before the result."""
+    """Runs a kernel that reads the operands, and others after these, and writes an element for each of them."""
     x = operands[0]
-    key = (x.context.int_ptr, kernel.name, kind, *macros, *macros.values())
-    key += tuple([(tuple(y.shape), y.dtype) for y in operands])
-    built, *sizes, rest = _plans.known.get(key) or _plan_elements(key, kernel, kind, operands, macros)
+    key = (x.context.int_ptr, kernel.name, kind, out_dtype)
+    key += tuple([(tuple(y.shape), y.dtype) for y in (*operands, *others)])
+    built, *sizes, rest = _plans.known.get(key) or _plan_elements(key, kernel, kind, operands, others, out_dtype)
     out = bridge.empty(x.queue, x.shape, out_dtype)
     if built is not None:
         tensors = (*_all_four(operands), *others, out)
@@ -123,24 +119,22 @@ def _over_elements(
 
 
 def _plan_elements(
-    key: Key, kernel: Kernel, kind: str, operands: Sequence[Tensor], macros: dict[str, object]
+    key: Key, kernel: Kernel, kind: str, operands: Sequence[Tensor], others: tuple[Tensor, ...], out_dtype: str
 ) -> tuple[Any, ...]:
     """The kernel, None where there are no elements, its sizes, and the numbers after the tensors."""
     x = operands[0]
     span = span_for(x.queue, x.size)
-    every = {"PIECES": pieces_for(x.queue), **macros, **_macros(kind, operands)}
-    built = kernel.on(x.queue, **every) if x.size else None
+    macros: dict[str, object] = {"KIND": kind, "WEIGHTS": WEIGHTS[kind], "PIECES": pieces_for(x.queue)}
+    if others and others[0].size == x.size:
+        macros["G_EACH"] = 1
+    dtypes = [y.dtype for y in (*_all_four(operands), *others)]
+    built = kernel.on(x.queue, *dtypes, out_dtype, **macros) if x.size else None
     return _plans.keep(key, (built, *launch(x.queue, -(-x.size // span)), (x.size, span)))
 
 
 def _all_four(operands: Sequence[Tensor]) -> list[Tensor]:
     """The operands; the prediction stands in for weights that the kind has not, and is not read there."""
     return [*operands, operands[0], operands[0]][:4]
-
-
-def _macros(kind: str, operands: Sequence[Tensor]) -> dict[str, object]:
-    x, t, w, v = (bridge.STORAGE[operand.dtype] for operand in _all_four(operands))
-    return {"KIND": kind, "WEIGHTS": WEIGHTS[kind], "X_T": x, "T_T": t, "W_T": w, "V_T": v}
 
 
 def _padded(constants: Sequence[float]) -> list[float]:
