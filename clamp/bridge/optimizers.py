@@ -158,15 +158,12 @@ def add_missing_state(optimizer: Any) -> None:
     fused = fused_state(optimizer)
     if fused is None:
         return
-    if any(map(is_in_parts, params)) or [id(param) for param, _, _ in fused["offsets"]] != _stepped_ids(params):
+    stepped = [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
+    if any(map(is_in_parts, params)) or [id(param) for param, _, _ in fused["offsets"]] != stepped:
         for param, offset, size in fused["offsets"]:
             optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
             optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
         optimizer._fused_state, optimizer._fused_enabled = None, False
-
-
-def _stepped_ids(params: Sequence[Tensor]) -> list[int]:
-    return [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
 
 
 #: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step

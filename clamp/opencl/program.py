@@ -88,7 +88,8 @@ class Built:
     def kernel(self, name: str) -> cl.Kernel:
         """A new kernel, which knows the types of its numbers."""
         kernel = cl.Kernel(self.program, name)
-        kernel.set_scalar_arg_dtypes([_scalar_type(name) for name in self.signatures[name]])
+        types = self.signatures[name]
+        kernel.set_scalar_arg_dtypes([None if type_.endswith("*") else _SCALARS[type_] for type_ in types])
         return kernel
 
 
@@ -288,11 +289,6 @@ class Kernel:
         unset = (0 if place in numbers else None for place in range(len(args)))
         kernel.set_args(*[nothing if arg is ... else arg for arg, nothing in zip(args, unset, strict=True)])
         return Launch(kernel, global_size, local_size, args, numbers=numbers)
-
-
-def _scalar_type(name: str) -> Any:
-    """The numpy type of an argument; None of a pointer."""
-    return None if name.endswith("*") else _SCALARS[name]
 
 
 def built_programs() -> int:

@@ -148,7 +148,8 @@ def _make_plan(
         layout: tuple[Any, ...] = (span, size)
         if len(dims) > 1:
             macros["INDEX"] = index_type(size)
-            layout += (len(dims), _constants(queue.context, dims))
+            flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
+            layout += (len(dims), cl.Buffer(queue.context, flags, hostbuf=np.array(dims, np.uint64)))
         sizes = launch(queue, items)
         if parameter_count or len(operands) > sum(isinstance(x, Tensor) for x in operands):
             plan = _LaunchPlan(shape, None, ELEMENTWISE.on(queue, **macros), sizes, layout)
@@ -194,11 +195,6 @@ def _collapse(shapes: Sequence[tuple[int, ...]], out_shape: tuple[int, ...]) -> 
         dims.append((extent, *strides))
         lengths = [length * extent if move else length for length, move in zip(lengths, moves, strict=True)]
     return dims or [(1, 0, 0, 0)]  # type: ignore[return-value]
-
-
-def _constants(context: cl.Context, values: Sequence[Sequence[int]]) -> cl.Buffer:
-    flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
-    return cl.Buffer(context, flags, hostbuf=np.array(values, np.uint64))
 
 
 def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tensor:

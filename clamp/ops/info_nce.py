@@ -75,8 +75,16 @@ def info_nce_gradients(
     forward: InfoNCE, grad: Tensor, query_dtype: str | None, key_dtype: str | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients for queries and keys, in these dtypes; None for one whose dtype is None."""
-    slopes = _slopes(forward, grad)
-    q, k = forward.queries, forward.keys
+    similarities, q, k = forward.similarities, forward.queries, forward.keys
+    n, queue = similarities.shape[0], similarities.queue
+    slopes = bridge.empty(queue, (n, n), "float32")
+    if n:
+        plan = plan_rows(queue, n, n)
+        SIMILARITY_SLOPES(
+            queue, *plan.sizes, similarities, forward.tops, forward.totals, grad, slopes, n, plan.each,
+            forward.temperature, forward.divisor,
+            SLOPES=1, **plan.macros, **({"SYMMETRIC": 1} if forward.symmetric else {}),
+        )  # fmt: skip
     return (
         None if query_dtype is None else _gradient(slopes, False, k, q, query_dtype),
         None if key_dtype is None else _gradient(slopes, True, q, k, key_dtype),
@@ -89,17 +97,3 @@ def _gradient(slopes: Tensor, transpose: bool, others: Rows, own: Rows, out_dtyp
         return gemm(slopes, others.value, transpose_a=transpose, out_dtype=out_dtype)
     of_normalized = gemm(slopes, others.value, transpose_a=transpose, out_dtype="float32")
     return l2_normalize_backward(own.given, of_normalized, own.norms, eps=_EPSILON, dx_dtype=out_dtype)
-
-
-def _slopes(forward: InfoNCE, grad: Tensor) -> Tensor:
-    similarities = forward.similarities
-    n, queue = similarities.shape[0], similarities.queue
-    slopes = bridge.empty(queue, (n, n), "float32")
-    if n:
-        plan = plan_rows(queue, n, n)
-        SIMILARITY_SLOPES(
-            queue, *plan.sizes, similarities, forward.tops, forward.totals, grad, slopes, n, plan.each,
-            forward.temperature, forward.divisor,
-            SLOPES=1, **plan.macros, **({"SYMMETRIC": 1} if forward.symmetric else {}),
-        )  # fmt: skip
-    return slopes

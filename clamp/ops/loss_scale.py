@@ -70,17 +70,12 @@ class AppliedScale:
     """
 
     def __init__(self, state: DeviceState) -> None:
-        self._state = state
+        self.state = state  # of the loss scale that this is a value of
         self._copy: cl.Buffer | None = None  # the state before it moved
-
-    @property
-    def state(self) -> DeviceState:
-        """The state of the loss scale that this is a value of."""
-        return self._state
 
     def now(self) -> AppliedScale:
         """The same loss scale as it is now."""
-        return self._state.applied()
+        return self.state.applied()
 
     def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
         """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
@@ -97,12 +92,12 @@ class AppliedScale:
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
         """A state whose multiplier and scale are these. Hold ``scale_lock`` until what reads it is enqueued."""
-        return self._copy or self._state.buffer(queue)
+        return self._copy or self.state.buffer(queue)
 
     def keep(self, queue: cl.CommandQueue) -> cl.Buffer:
         """The state, in a buffer where it stays when the scale moves."""
         if self._copy is None:
-            live = self._state.buffer(queue)
+            live = self.state.buffer(queue)
             self._copy = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, _WORDS.itemsize)
             cl.enqueue_copy(queue, self._copy, live)
         return self._copy

@@ -17,16 +17,15 @@ ENGINES: tuple[DepthwiseEngine, ...] = (columns, tiles, elements)
 
 
 def depthwise_conv2d(
-    x: Tensor, w: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0, *, out_dtype: str,
-    engine: str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0, *, out_dtype: str
+) -> Tensor:
     """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,)."""
     problem = problem_of(x, w, stride, pad, is_gradient=False)
     if bias is not None and bias.size != problem.channels:
         raise ValueError(f"depthwise_conv2d: the bias must have shape ({problem.channels},), got {bias.shape}")
     y = bridge.empty(x.queue, problem.out_shape, out_dtype)
     if y.size:
-        choose("depthwise_conv2d", ENGINES, problem, engine).forward(problem, x, w, bias, y)
+        choose("depthwise_conv2d", ENGINES, problem).forward(problem, x, w, bias, y)
     return y
 
 
@@ -41,15 +40,12 @@ def gradients(
     if x.size == 0 or (dx_dtype is None and dw_dtype is None):
         return dx, None if dw_dtype is None else bridge.zeros(x.queue, w.shape, dw_dtype)
     sums = choose("depthwise_conv2d", ENGINES, problem).backward(problem, x, w, grad, dx, dw_dtype is not None)
-    return dx, None if sums is None or dw_dtype is None else bridge.view(_sum_parts(sums, dw_dtype), w.shape)
-
-
-def _sum_parts(sums: Tensor, dtype: str) -> Tensor:
-    """The sum of the parts' sums, (parts, channels, taps)."""
+    if sums is None or dw_dtype is None:
+        return dx, None
     parts = sums.shape[0]
-    if parts == 1 and sums.dtype == dtype:
-        return sums  # what would be left to do is a copy, which took a tenth of the whole
-    return sum_axis(sums, 1, parts, sums.size // parts, dtype)
+    if parts > 1 or sums.dtype != dw_dtype:  # else all that would be left to do is a copy, a tenth of the whole
+        sums = sum_axis(sums, 1, parts, sums.size // parts, dw_dtype)
+    return dx, bridge.view(sums, w.shape)
 
 
 def on_device(queue: cl.CommandQueue, dtype: str) -> str:

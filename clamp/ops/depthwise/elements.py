@@ -32,7 +32,17 @@ def backward(
 ) -> Tensor | None:
     if dx is not None:
         _launch(INPUT_GRADIENT, problem, (grad, w, dx))
-    return _weight_sums(problem, x, grad) if with_weight else None
+    if not with_weight:
+        return None
+    images, parts = problem.parts(problem.images, problem.channels * problem.taps)
+    sums = bridge.empty(x.queue, (parts, problem.channels, problem.taps), "float32")
+    largest = 1 << (problem.device.max_work_group.bit_length() - 1)
+    group = 1 if problem.device.is_cpu else min(_GROUP_GPU, largest)
+    WEIGHT_GRADIENT(
+        x.queue, (prod(sums.shape) * group,), (group,),
+        x, grad, sums, problem.images, images, *problem.extents, problem.stride, **group_macros(x.queue, group),
+    )  # fmt: skip
+    return sums
 
 
 def _launch(kernel: Kernel, problem: Problem, tensors: tuple[Tensor, ...], **macros: object) -> None:
@@ -41,16 +51,3 @@ def _launch(kernel: Kernel, problem: Problem, tensors: tuple[Tensor, ...], **mac
     span = span_for(out.queue, out.size) if problem.device.is_cpu else 1
     sizes = launch(out.queue, -(-out.size // span))
     kernel(out.queue, *sizes, *tensors, out.size, span, *problem.extents, problem.stride, **macros)
-
-
-def _weight_sums(problem: Problem, x: Tensor, grad: Tensor) -> Tensor:
-    device = problem.device
-    images, parts = problem.parts(problem.images, problem.channels * problem.taps)
-    sums = bridge.empty(x.queue, (parts, problem.channels, problem.taps), "float32")
-    group = 1 if device.is_cpu else min(_GROUP_GPU, 1 << (device.max_work_group.bit_length() - 1))
-    WEIGHT_GRADIENT(
-        x.queue, (prod(sums.shape) * group,), (group,),
-        x, grad, sums, problem.images, images, *problem.extents, problem.stride,
-        **group_macros(x.queue, group),
-    )  # fmt: skip
-    return sums
