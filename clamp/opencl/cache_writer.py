@@ -23,6 +23,7 @@ import pyopencl as cl
 
 #: Numbers of a platform and, there, of a device: what tells another process which one is meant.
 Place: TypeAlias = tuple[int, int]
+Process: TypeAlias = "subprocess.Popen[bytes]"
 
 _SECONDS = 5.0  # without a build: the first step is over
 _MOST = 100  # programs that a process is given on its command line
@@ -47,6 +48,16 @@ def given() -> Any:
 def environment() -> dict[str, str]:
     """This process's, with its way to find modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def begin(module: str, function: str, argument: object, stdout: int = subprocess.DEVNULL) -> Process | None:
+    """A process that calls a function, beside this one; None if there is no Python to start."""
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        # In a session of its own: Ctrl-C is for the user's program.
+        return subprocess.Popen(command(module, function, argument), env=environment(), start_new_session=True,
+                                stdin=nothing, stdout=stdout, stderr=nothing)  # fmt: skip
+    return None
 
 
 def outcome(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
@@ -105,7 +116,7 @@ def at_once() -> Iterator[None]:
         _at_once = before
 
 
-def keep_in_background() -> list[subprocess.Popen[bytes]]:
+def keep_in_background() -> list[Process]:
     """Starts processes that keep what waits for it; they go on when this one ends."""
     with _lock:
         waiting = dict(_waiting)
@@ -113,15 +124,9 @@ def keep_in_background() -> list[subprocess.Popen[bytes]]:
     started = []
     for place, programs in waiting.items():
         for first in range(0, len(programs), _MOST):
-            line = command("clamp.opencl.program", "keep_given", [place, programs[first : first + _MOST]])
-            with suppress(OSError):
-                nothing = subprocess.DEVNULL
-                started.append(
-                    subprocess.Popen(
-                        line, stdin=nothing, stdout=nothing, stderr=nothing,
-                        start_new_session=True, env=environment(),
-                    )
-                )  # fmt: skip
+            begun = begin("clamp.opencl.program", "keep_given", [place, programs[first : first + _MOST]])
+            if begun is not None:
+                started.append(begun)
     return started
 
 

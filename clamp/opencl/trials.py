@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 import pyopencl as cl
 
 from clamp.opencl import cache, cache_writer
+from clamp.opencl.cache_writer import Process
 from clamp.opencl.program import release_programs
 
 Trial: TypeAlias = tuple[str, Callable[[cl.CommandQueue], bool]]
@@ -30,10 +31,8 @@ RIGHT = "right"
 _WRONG = "wrong numbers"
 _SECONDS = 180.0  # for a driver's compiler that never ends
 
-_Process: TypeAlias = "subprocess.Popen[bytes]"
-
 _verdicts: dict[tuple[int, str], Mapping[str, str]] = {}
-_begun: dict[tuple[int, str], _Process] = {}  # processes whose verdicts nobody has asked for yet
+_begun: dict[tuple[int, str], Process] = {}  # processes whose verdicts nobody has asked for yet
 
 
 class HasTrials(Protocol):
@@ -117,19 +116,13 @@ def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _started(device: cl.Device, where: str, names: list[str]) -> _Process | None:
-    """A process that tries; None if there is no Python to start."""
-    command = cache_writer.command(__name__, "report", [cache_writer.place_of(device), where, names])
-    nothing = subprocess.DEVNULL
-    try:
-        # In a session of its own: Ctrl-C is for the user's program, and no verdict.
-        return subprocess.Popen(command, env=cache_writer.environment(), start_new_session=True,
-                                stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)  # fmt: skip
-    except OSError:
-        return None
+def _started(device: cl.Device, where: str, names: list[str]) -> Process | None:
+    """A process that tries. Ctrl-C, which it does not get, is no verdict."""
+    argument = [cache_writer.place_of(device), where, names]
+    return cache_writer.begin(__name__, "report", argument, stdout=subprocess.PIPE)
 
 
-def _ended(process: _Process) -> tuple[str | None, dict[str, str], str]:
+def _ended(process: Process) -> tuple[str | None, dict[str, str], str]:
     """The trial that a process began last, its verdicts, and how it ended."""
     try:
         printed, _ = process.communicate(timeout=_SECONDS)
