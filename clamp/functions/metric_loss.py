@@ -142,7 +142,7 @@ def contrastive_loss(
 
 
 def _partner_gradient(
-    own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.PartnerLoss, grad: Tensor
+    own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.MetricLoss, grad: Tensor
 ) -> Tensor:
     values = tuple(partner.value for partner in partners)
     return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)

@@ -88,17 +88,20 @@ def gather(
 
 
 @dataclass(frozen=True)
-class PartnerLoss:
-    """A loss over rows of partners, with what backward needs besides its inputs."""
+class MetricLoss:
+    """A loss over rows of partners, or over triplets of a batch, with what backward needs besides its inputs."""
 
     loss: Tensor  # float32, shape (1,)
-    slopes: Tensor  # (N, 2), float32: each row's derivatives by the squared distances to its first and second partner
-    divisor: float  # what the sum over rows was divided by
+    # float32: each row's derivatives by the squared distances to its first and second partner, (N, 2); of triplets the
+    # sum of the losses' derivatives by all squared distances, (N, N)
+    slopes: Tensor
+    divisor: float = 1.0  # what the sum was divided by
+    count: Tensor | None = None  # and, if there, the number it was divided by as well, on the device
 
 
 def triplet_loss(
     anchor: Tensor, positive: Tensor, negative: Tensor, margin: float, root: bool, mean: bool
-) -> PartnerLoss:
+) -> MetricLoss:
     """Sum or mean over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``; (N, n) each.
 
     Args:
@@ -108,7 +111,7 @@ def triplet_loss(
     return _partner_loss(TRIPLET, (anchor, positive, negative), margin, mean, **macros)
 
 
-def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: bool) -> PartnerLoss:
+def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: bool) -> MetricLoss:
     """Sum or mean over rows of ``label * d**2 + (1 - label) * max(0, margin - d)**2``, d the distance of x and y.
 
     Args:
@@ -119,7 +122,7 @@ def contrastive_loss(x: Tensor, y: Tensor, labels: Tensor, margin: float, mean: 
 
 def _partner_loss(
     kernel: Kernel, inputs: tuple[Tensor, Tensor, Tensor], margin: float, mean: bool, **macros: object
-) -> PartnerLoss:
+) -> MetricLoss:
     x = inputs[0]
     (rows, n), queue = x.shape, x.queue
     losses, slopes = bridge.empty(queue, (rows,), "float32"), bridge.empty(queue, (rows, 2), "float32")
@@ -127,11 +130,11 @@ def _partner_loss(
         plan = plan_rows(queue, rows, n)
         kernel(queue, *plan.sizes, *inputs, losses, slopes, rows, n, plan.each, margin, **plan.macros, **macros)
     divisor = float(max(rows, 1)) if mean else 1.0
-    return PartnerLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
+    return MetricLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
 
 
 def partner_gradient(
-    x: Tensor, partners: tuple[Tensor, ...], first: int, forward: PartnerLoss, grad: Tensor, out_dtype: str
+    x: Tensor, partners: tuple[Tensor, ...], first: int, forward: MetricLoss, grad: Tensor, out_dtype: str
 ) -> Tensor:
     """Gradient of a loss over rows for x, from its one or two partners.
 
@@ -161,17 +164,7 @@ ACTIVE_MEAN = Kernel("triplets.cl", "active_mean")
 FIRST_OF_CLASS = Kernel("triplets.cl", "first_of_class")
 
 
-@dataclass(frozen=True)
-class TripletLoss:
-    """A loss over triplets of a batch, with what backward needs besides the embeddings."""
-
-    loss: Tensor  # float32, shape (1,)
-    slopes: Tensor  # (N, N), float32: the sum of losses' derivatives by the squared distances
-    divisor: float = 1.0  # what the sum was divided by
-    count: Tensor | None = None  # and, if there, the number it was divided by as well, on the device
-
-
-def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> TripletLoss:
+def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> MetricLoss:
     """Sum over anchors of ``max(0, d(farthest positive) - d(nearest negative) + margin)``, or its mean over N.
 
     An anchor that has no positive, or no negative, adds 0.
@@ -183,10 +176,10 @@ def hardest_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean:
     """
     losses, slopes, _ = _over_anchors(HARDEST, x, labels, margin, root)
     divisor = float(max(x.shape[0], 1)) if mean else 1.0
-    return TripletLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
+    return MetricLoss(reduce_sum(losses, out_dtype="float32", divisor=divisor), slopes, divisor)
 
 
-def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> TripletLoss:
+def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: bool) -> MetricLoss:
     """Sum over all triplets of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``, or the mean of those
     that exceed 0. Arguments as for ``hardest_triplets``.
 
@@ -194,16 +187,16 @@ def all_triplets(x: Tensor, labels: Tensor, margin: float, root: bool, mean: boo
     """
     losses, slopes, counts = _over_anchors(ALL_TRIPLETS, x, labels, margin, root)
     if not mean:
-        return TripletLoss(reduce_sum(losses, out_dtype="float32"), slopes)
+        return MetricLoss(reduce_sum(losses, out_dtype="float32"), slopes)
     n, queue = x.shape[0], x.queue
     loss, count = bridge.empty(queue, (1,), "float32"), bridge.empty(queue, (1,), "float32")
     plan = plan_rows(queue, 1, n)
     _, group = plan.sizes
     ACTIVE_MEAN(queue, group, group, losses, counts, loss, count, n, ACTIVE=1, **plan.macros)
-    return TripletLoss(loss, slopes, count=count)
+    return MetricLoss(loss, slopes, count=count)
 
 
-def triplet_gradient(x: Tensor, forward: TripletLoss, grad: Tensor, out_dtype: str) -> Tensor:
+def triplet_gradient(x: Tensor, forward: MetricLoss, grad: Tensor, out_dtype: str) -> Tensor:
     """Gradient of ``hardest_triplets`` or ``all_triplets`` for the embeddings; ``grad`` has one element."""
     scale = 2.0 / forward.divisor
     return gather(x, x, forward.slopes, out_dtype, scale=scale, grad=grad, count=forward.count, symmetric=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 import clamp
+from clamp import bridge
 from clamp.opencl import trials
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel, source
@@ -89,9 +90,7 @@ class DeviceMatrix:
     @classmethod
     def like(cls, queue: cl.CommandQueue, numbers: npt.NDArray[Any], dtype: str) -> DeviceMatrix:
         """Numbers that the type has, on the device."""
-        host = np.ascontiguousarray(numbers, np.float16 if dtype == "float16" else np.float32)
-        if dtype == "bfloat16":
-            host = (host.view(np.uint32) >> 16).astype(np.uint16)
+        host = bridge.to_words(np.ascontiguousarray(numbers, np.float32), dtype)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
         return cls(queue, cl.Buffer(queue.context, flags, hostbuf=host), dtype, numbers.shape)
 
@@ -100,6 +99,6 @@ class DeviceMatrix:
         return int(np.prod(self.shape))
 
     def to_host(self) -> npt.NDArray[Any]:
-        host = np.empty(self.shape, np.uint16 if self.dtype == "bfloat16" else self.dtype)
+        host = np.empty(self.shape, np.uint32 if self.dtype == "float32" else np.uint16)
         cl.enqueue_copy(self.queue, host, self.buffer)
-        return (host.astype(np.uint32) << 16).view(np.float32) if self.dtype == "bfloat16" else host
+        return bridge.from_words(host, self.dtype)

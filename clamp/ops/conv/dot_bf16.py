@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 from clamp import bridge
@@ -12,7 +13,7 @@ from clamp.ops.conv import direct
 from clamp.ops.conv.geometry import divide
 from clamp.ops.conv.packed import multiply_panels
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import Source, Target, slices
+from clamp.ops.conv.stage import slices
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.gemm.problem import Epilogue
 
@@ -43,7 +44,7 @@ def pays(problem: Problem) -> bool:
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-    direct.convolve(_correlate, problem, x, weights, out, epilogue)
+    direct.convolve(partial(multiply_panels, _CONV, _COLUMNS, _LAYOUT, {}), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
@@ -59,19 +60,15 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     batch = slices(x, shape, x.dtype)
     columns = batch[0][1] * shape.positions
     division = divide(items, groups, columns, 2 * _STEPS, panels_k, floats)
-    partial = bridge.empty(queue, (division.chunks * floats,), "float32")
+    sums = bridge.empty(queue, (division.chunks * floats,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
     for first, images in batch:
         source = direct.source_of(x, problem, shape, first, images, x.dtype)
         _WEIGHT_GRAD(
-            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, work, first * image,
+            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, work, first * image,
             *source.sizes(rows), image, source.tensor.size, grad.size, tall + short, tall, division.each_k,
             division.each, division.block, first > 0, STEPS=_STEPS,
         )  # fmt: skip
-    _FINISH(queue, (panels_k, -(-rows // _ROWS), groups), (1, 1, 1), partial, out, rows, steps, padded, division.chunks)
+    _FINISH(queue, (panels_k, -(-rows // _ROWS), groups), (1, 1, 1), sums, out, rows, steps, padded, division.chunks)
     return None
-
-
-def _correlate(source: Source, weights: Weights, target: Target) -> None:
-    multiply_panels(_CONV, _COLUMNS, _LAYOUT, source, weights, target)

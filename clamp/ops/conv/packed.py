@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from math import prod
 
 import pyopencl as cl
@@ -34,7 +36,9 @@ _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and 
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-    direct.convolve(_correlate, problem, x, weights, out, epilogue)
+    tile, layout = tile_of_conv(x.queue), _layout(x.queue)
+    tiled = {"MR": tile.rows, "NR": tile.columns, "SHORT": layout.short}
+    direct.convolve(partial(multiply_panels, _CONV, tile.columns, layout, tiled), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
@@ -50,22 +54,22 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     batch = slices(x, shape, dtype)
     columns = batch[0][1] * shape.positions
     division = divide(items, groups, columns, most, panels_k, floats)
-    partial = bridge.empty(queue, (division.chunks * floats,), "float32")
-    bias, partial_bias = None, partial  # a kernel's pointers must point somewhere
+    sums = bridge.empty(queue, (division.chunks * floats,), "float32")
+    bias, sums_bias = None, sums  # a kernel's pointers must point somewhere
     if bias_dtype is not None:
         bias = bridge.empty(queue, (grad.shape[1],), bias_dtype)
-        partial_bias = bridge.empty(queue, (division.chunks * groups * panels_m * tile.columns,), "float32")
+        sums_bias = bridge.empty(queue, (division.chunks * groups * panels_m * tile.columns,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * (most + 16) * tile.columns,), "float32")
     for first, images in batch:
         source = direct.source_of(x, problem, shape, first, images, dtype)
         _WEIGHT_GRAD(
-            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, partial, partial_bias, work, first * image,
+            queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, sums_bias, work, first * image,
             *source.sizes(rows), image, grad.size, division.each_k, division.each,
             division.block, first > 0, bias is not None, MR=tile.rows, NR=tile.columns, JC=most,
         )  # fmt: skip
     _FINISH(
-        queue, (panels_k, panels_m, groups), (1, 1, 1), partial, partial_bias, out, out if bias is None else bias,
+        queue, (panels_k, panels_m, groups), (1, 1, 1), sums, sums_bias, out, out if bias is None else bias,
         rows, steps, division.chunks, bias is not None, MR=tile.rows, NR=tile.columns,
     )  # fmt: skip
     return bias
@@ -88,16 +92,9 @@ def tile_of_gradient(queue: cl.CommandQueue, rows: int) -> Tile:
     return tile_of(queue) if 0 < rows % 64 <= 32 else tile_of_conv(queue)
 
 
-def _correlate(source: Source, weights: Weights, target: Target) -> None:
-    tile, layout = tile_of_conv(target.out.queue), _layout(target.out.queue)
-    multiply_panels(
-        _CONV, tile.columns, layout, source, weights, target, MR=tile.rows, NR=tile.columns, SHORT=layout.short
-    )  # fmt: skip
-
-
 def multiply_panels(
-    kernel: Kernel, columns: int, layout: PanelLayout, source: Source, weights: Weights, target: Target,
-    **macros: object,
+    kernel: Kernel, columns: int, layout: PanelLayout, macros: Mapping[str, int], source: Source, weights: Weights,
+    target: Target,
 ) -> None:  # fmt: skip
     """Writes a correlation by a kernel that multiplies panels of weights, in some layout, by ``columns`` positions at a
     time."""

@@ -40,8 +40,9 @@ _ROW_PANELS = 4  # of weights, whose sums rest at a time
 _PANEL_FLOATS = 8192  # of a place: what a first-level cache holds beside the weights
 _SHORT = 4  # rows of the last panels of weights
 _ITEMS_PER_CORE = 4  # each has a workspace of its own, of a few hundred KB to a few MB
-# Below, transforming takes longer than it saves: the input, or (positions of a batch) the weights.
-_MIN_CHANNELS, _MIN_POSITIONS, _MIN_POSITIONS_STRIDED = 16, 512, 4096
+# Channels, and positions of a batch, by whether there are strides: below, transforming the input, or the weights, takes
+# longer than it saves; or, of a gradient by the weights, to transform and to add up.
+_LEAST, _GRADIENT_LEAST = ((16, 512), (16, 4096)), ((16, 1024), (48, 8192))
 
 
 # ------------------------------------------------------------------------------------------ tiles
@@ -155,10 +156,12 @@ def pays(problem: Problem) -> bool:
     if not problem.device.is_cpu or (is_strided and dot_bf16.fits(problem) and dot_bf16.pays(problem)):
         return False
     if problem.gradient == "weights":
-        return _gradient_pays(problem)
-    positions = problem.images * min(prod(problem.image), prod(problem.size))
-    least = _MIN_POSITIONS_STRIDED if is_strided else _MIN_POSITIONS
-    return min(problem.channels, problem.features) >= _MIN_CHANNELS and positions >= least
+        if "float32" in problem.dtypes:  # whose own rounding is not coarse beside that of adding some elements
+            return False
+        positions, (channels, least) = prod(problem.size), _GRADIENT_LEAST[is_strided]
+    else:
+        positions, (channels, least) = min(prod(problem.image), prod(problem.size)), _LEAST[is_strided]
+    return min(problem.channels, problem.features) >= channels and problem.images * positions >= least
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
@@ -241,17 +244,7 @@ def _transform(weights: Weights, form: Form, layout: PanelLayout) -> Tensor:
 
 _BLOCK = 64  # tiles that are transformed at a time
 _MOST_CHANNELS = 128  # input channels whose tiles a second-level cache holds, transformed
-# Below, transforming and adding up take longer than multiplying less saves.
-_GRADIENT_LEAST, _GRADIENT_LEAST_STRIDED = (16, 1024), (48, 8192)  # channels, and positions of a batch
 _GRADIENT_ITEMS_PER_CORE = 1  # each has partial sums to add up, and a workspace of a few MB
-
-
-def _gradient_pays(problem: Problem) -> bool:
-    """Whether these sums are faster, for elements whose own rounding is coarse beside that of adding some of them."""
-    is_strided = problem.window.stride != (1, 1)
-    least_channels, least_positions = _GRADIENT_LEAST_STRIDED if is_strided else _GRADIENT_LEAST
-    large = problem.images * prod(problem.size) >= least_positions
-    return "float32" not in problem.dtypes and large and min(problem.channels, problem.features) >= least_channels
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
