@@ -22,11 +22,6 @@ TensorLike: TypeAlias = Node | Tensor
 _engine = own_copy(Tape.backward)  # that no patch meets
 
 
-def value_of(x: TensorLike) -> Any:
-    """The tensor of a node, or the tensor itself. (netcl's tracer puts its own objects into nodes.)"""
-    return x.value
-
-
 def is_leaf(x: TensorLike) -> bool:
     """Returns whether x was not computed by a recorded op: a bare tensor, a parameter's node, an input's node."""
     return not isinstance(x, Node) or (x.grad_fn is None and not x.parents)

@@ -131,7 +131,7 @@ def owned_value(x: TensorLike) -> Tensor:
     Raises:
         NotOwned: it is something else.
     """
-    value = bridge.value_of(x)
+    value = x.value
     if not isinstance(value, Tensor):
         raise NotOwned
     if not bridge.on_device(value):
@@ -207,7 +207,7 @@ def cast_node(
     x: TensorLike, dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: Caching = True
 ) -> TensorLike:
     """x in another dtype, by an autograd node whose backward casts the gradient back; x itself if nothing changes."""
-    value = bridge.value_of(x)
+    value = x.value
     if bridge.STORAGE[value.dtype] == bridge.STORAGE[dtype]:
         return x
     if use_cache and bridge.is_leaf(x) and bridge.is_weight(value):

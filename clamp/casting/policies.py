@@ -138,7 +138,7 @@ class _LateOperand(Operand):
 
     @property
     def source(self) -> Tensor:
-        return bridge.value_of(self.parent) if self._value is None else self._value
+        return self.parent.value if self._value is None else self._value
 
     def is_not_read(self) -> None:
         """Its copies go by rules of their own."""
@@ -185,7 +185,7 @@ class WeightOperand(_LateOperand):
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
         super().__init__(parent, dtype)
-        self.weight: Tensor = bridge.value_of(parent)
+        self.weight: Tensor = parent.value
         self._report = report
         self._made = moment()
 

@@ -54,7 +54,7 @@ def conv2d_relu(
 
     netcl's fused layer does not pass its groups on: they follow from the shapes.
     """
-    groups = _groups_of(bridge.value_of(as_node(x)).shape, bridge.value_of(as_node(w)).shape)
+    groups = _groups_of(as_node(x).value.shape, as_node(w).value.shape)
     return _convolve(casting, x, w, bias, _window("conv2d_relu", stride, pad, 1, groups), True, "conv2d_relu", tape)
 
 
