@@ -199,11 +199,13 @@ _capabilities: dict[int, Capabilities] = {}
 
 def capabilities(queue: cl.CommandQueue) -> Capabilities:
     """Capabilities of the queue's device; probed once per device."""
-    device = queue.device
-    if device.int_ptr not in _capabilities:
-        with unrecorded():
-            _capabilities[device.int_ptr] = _probed(queue)
-    return _capabilities[device.int_ptr]
+    try:  # several times for each launch
+        return _capabilities[queue.device.int_ptr]
+    except KeyError:
+        pass
+    with unrecorded():
+        found = _capabilities[queue.device.int_ptr] = _probed(queue)
+    return found
 
 
 def _probed(queue: cl.CommandQueue) -> Capabilities:

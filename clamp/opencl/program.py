@@ -223,7 +223,10 @@ class Kernel:
         Raises:
             KernelBuildError: the device's compiler rejected the program.
         """
-        kernel = self.on(queue, *map(_dtype_of, compress(args, self._are_typed)), **macros)
+        if self.tensors:
+            kernel = self.on(queue, *map(_dtype_of, compress(args, self._are_typed)), **macros)
+        else:
+            kernel = self.on(queue, **macros)
         buffers = [x if type(x) in _ARGUMENTS else getattr(x, "buffer", x) for x in args]
         try:
             event: cl.Event = kernel(queue, global_size, local_size, *buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import pyopencl as cl
 
@@ -71,7 +72,7 @@ class RowPlan:
     groups: int  # work-groups
     macros: dict[str, object]  # what the kernel is built with
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[tuple[int], tuple[int]]:
         """Work-items of the launch, and of a work-group."""
         return (self.groups * self.group,), (self.group,)

@@ -17,10 +17,10 @@ from clamp.ops.conv.geometry import Correlation, Pair
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.launch import index_type, launch
 
-_STAGE_ROWS = Kernel("conv_stage.cl", "stage_rows")
-_STAGE_ELEMENTS = Kernel("conv_stage.cl", "stage_elements")
-_INTERLEAVE_ROWS = Kernel("conv_stage.cl", "interleave_rows")
-_INTERLEAVE_ELEMENTS = Kernel("conv_stage.cl", "interleave_elements")
+_STAGE_ROWS = Kernel("conv_stage.cl", "stage_rows", "-")
+_STAGE_ELEMENTS = Kernel("conv_stage.cl", "stage_elements", "-")
+_INTERLEAVE_ROWS = Kernel("conv_stage.cl", "interleave_rows", "-")
+_INTERLEAVE_ELEMENTS = Kernel("conv_stage.cl", "interleave_elements", "-")
 _WORKSPACE_BYTES = 256 * 2**20  # of a staged source; a larger batch is computed in slices
 _ROWS_BYTES = 2**16  # that a CPU's work-item should write
 
@@ -99,11 +99,11 @@ def stage(x: Tensor, shape: Correlation, first: int, images: int, dtype: str, *,
     if by_rows:
         each = max(1, min(_ROWS_BYTES // (4 * columns_phase), rows // (4 * capabilities(x.queue).compute_units)))
         grid = ((-(-rows // each),), (1,))
-        _STAGE_ROWS(x.queue, *grid, x, out, first_plane, x.size, *sizes, *phases, each, STAGE_ROWS=1, **types)
+        _STAGE_ROWS(x.queue, *grid, x, out, first_plane, x.size, *sizes, *phases, each, **types)
     else:
         grid = launch(x.queue, rows * columns_phase)
         index = index_type(max(x.size, rows * columns_phase))
-        _STAGE_ELEMENTS(x.queue, *grid, x, out, first_plane, *sizes, *phases, STAGE_ELEMENTS=1, INDEX=index, **types)
+        _STAGE_ELEMENTS(x.queue, *grid, x, out, first_plane, *sizes, *phases, INDEX=index, **types)
     return out
 
 
@@ -140,10 +140,10 @@ def interleave(phases: Tensor, out: Tensor, stride: Pair, *, by_rows: bool) -> N
         rows = planes * height
         each = max(1, min(_ROWS_BYTES // (2 * width), rows // (4 * capabilities(queue).compute_units)))
         grid = ((-(-rows // each),), (1,))
-        _INTERLEAVE_ROWS(queue, *grid, phases, out, planes, height, width, *stride, each, INTERLEAVE_ROWS=1, **types)
+        _INTERLEAVE_ROWS(queue, *grid, phases, out, planes, height, width, *stride, each, **types)
     else:
         grid = launch(queue, out.size)
         _INTERLEAVE_ELEMENTS(
             queue, *grid, phases, out, planes, height, width, *stride,
-            INTERLEAVE_ELEMENTS=1, INDEX=index_type(out.size), **types,
+            INDEX=index_type(out.size), **types,
         )  # fmt: skip

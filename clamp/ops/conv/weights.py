@@ -10,7 +10,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.conv.geometry import Correlation, Taps
 
-_PACK = Kernel("conv_weights.cl", "pack_weights")
+_PACK = Kernel("conv_weights.cl", "pack_weights", "SRC")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class Weights:
         _PACK(
             w.queue, (tall + short, -(-steps // layout.block), self.groups), (1, 1, 1), w, panels,
             rows, elements, *self.places(y, x), tall,
-            SRC_T=bridge.STORAGE[w.dtype], WIDTH=layout.width, SHORT=layout.short, KC=layout.block,
-            PAIRS=int(layout.pairs),
+            WIDTH=layout.width, SHORT=layout.short, KC=layout.block, PAIRS=int(layout.pairs),
         )  # fmt: skip
         return panels

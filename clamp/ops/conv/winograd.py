@@ -53,8 +53,11 @@ _STAGED_ROWS = 256  # of a work-item
 
 
 _FILES = ("conv_winograd.cl", "conv_winograd_strided.cl")
-_NAMES = ("stage_tiles", "winograd", "transform_weights", "weight_grad", "weight_grad_finish")
-_KERNELS = {(file, name): Kernel(file, name) for file in _FILES for name in _NAMES}
+_TENSORS = {
+    "stage_tiles": "", "winograd": "- X", "transform_weights": "SRC", "weight_grad": "X G",
+    "weight_grad_finish": "- OUT",
+}  # fmt: skip
+_KERNELS = {(file, name): Kernel(file, name, tensors) for file in _FILES for name, tensors in _TENSORS.items()}
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _convolve(
         queue, grid, (1, 1, 1), transformed(weights, form), staged, out, epilogue.bias_or(out), work,
         begin, columns, weights.rows, channels, tiles.count, tiles.columns, *tiles.staged,
         *out.shape[2:], tall + short, tall, each_m, *epilogue.flags,
-        WINOGRAD=1, X_T=bridge.STORAGE[staged.dtype], MR=tile.rows, SHORT=layout.short, NR=tile.columns,
+        MR=tile.rows, SHORT=layout.short, NR=tile.columns,
         KC=layout.block, ROW_PANELS=_ROW_PANELS, PIECES=tiles.pieces, **form.macros, **epilogue.macros,
     )  # fmt: skip
 
@@ -234,8 +237,7 @@ def _transform(weights: Weights, form: Form, layout: PanelLayout) -> Tensor:
     form.kernel("transform_weights")(
         w.queue, (tall + short, -(-channels // layout.block), weights.groups), (1, 1, 1), w, panels,
         rows, channels, w.shape[0] // weights.groups * per_output, *strides, *taps, tall,
-        TRANSFORM_WEIGHTS=1, SRC_T=bridge.STORAGE[w.dtype], MR=layout.width, SHORT=layout.short, KC=layout.block,
-        **form.macros,
+        MR=layout.width, SHORT=layout.short, KC=layout.block, **form.macros,
     )  # fmt: skip
     return panels
 
@@ -272,11 +274,10 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
             queue, grid, (1, 1, 1), staged, grad, partial, work, first * (grad.size // grad.shape[0]),
             images * tiles.count, rows, channels, tiles.count, tiles.columns, *tiles.staged, *grad.shape[2:], grad.size,
             division.each_k, first > 0,
-            WEIGHT_GRAD=1, X_T=bridge.STORAGE[staged.dtype], G_T=bridge.STORAGE[grad.dtype],
             MR=tile.rows, NR=tile.columns, BLOCK=_BLOCK, CHANNELS=most, PIECES=tiles.pieces, **form.macros,
         )  # fmt: skip
     form.kernel("weight_grad_finish")(
         queue, (panels_k, panels_m, groups), (1, 1, 1), partial, out, rows, channels, division.chunks,
-        WEIGHT_GRAD_FINISH=1, OUT_T=bridge.STORAGE[out.dtype], MR=tile.rows, NR=tile.columns, **form.macros,
+        MR=tile.rows, NR=tile.columns, **form.macros,
     )  # fmt: skip
     return None

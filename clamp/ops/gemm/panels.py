@@ -12,7 +12,7 @@ from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Matrix
 
-_PACK = Kernel("gemm_pack.cl", "pack")
+_PACK = Kernel("gemm_pack.cl", "pack", "SRC")
 
 _STEP_SPAN = 128  # steps that one work-item packs
 _BLOCK_ROWS, _BLOCK_COLUMNS = 96, 256  # of C, for one work-item: what its panels need fits a second-level cache
@@ -53,7 +53,7 @@ def pack(x: Matrix, width: int, *, pairs: bool = False) -> Panels:
     _PACK(
         queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor, panels,
         x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch, width,
-        SRC_T=x.storage, STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
+        STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
     )  # fmt: skip
     return Panels(panels, x.batch, x.rows, x.k, steps, width)
 
