@@ -17,7 +17,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.concat import WORDS, overwrite, require_same_but, result_tensor, widest_word
-from clamp.ops.launch import column_width, index_type, launch, plan_rows, span_for
+from clamp.ops.launch import index_type, launch, plan_columns, plan_rows, span_for
 
 PICK = Kernel("indexing.cl", "pick")
 ADD_LISTED = Kernel("indexing.cl", "add_listed", "X - Y")
@@ -217,9 +217,7 @@ def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
         plan = plan_rows(x.queue, outer, n)
         ARGMAX_ROWS(x.queue, *plan.sizes, x, out, outer, n, plan.each, WG=plan.group, NAN_KEY=_LARGEST)
     else:
-        width = column_width(x.queue, outer, n, inner)
-        strips = -(-inner // width)
-        sizes = launch(x.queue, strips * outer)
+        sizes, width, strips = plan_columns(x.queue, outer, n, inner)
         ARGMAX_COLUMNS(x.queue, *sizes, x, out, n, inner, width, strips, outer, NAN_KEY=_LARGEST)
     return out
 

@@ -114,11 +114,17 @@ def parts_of(queue: cl.CommandQueue, sums: int, n: int, wide: int = 1) -> tuple[
     return max(1, -(-n // span)), span
 
 
-def column_width(queue: cl.CommandQueue, planes: int, n: int, inner: int) -> int:
-    """Neighbouring columns a work-item should take: one on a GPU; on a CPU a multiple of 64 worth a work-item."""
-    device = capabilities(queue)
-    if not device.is_cpu:
-        return 1
-    worth = _MIN_SPAN // max(n, 1)
-    fair = -(-inner * planes // (4 * device.compute_units))
-    return max(STRIP, -(-min(worth, fair) // STRIP) * STRIP)
+def plan_columns(
+    queue: cl.CommandQueue, planes: int, n: int, inner: int
+) -> tuple[tuple[tuple[int], tuple[int]], int, int]:
+    """((global size, local size), width, strips) of a launch over the columns of planes (n, inner).
+
+    Each work-item takes a strip of neighbouring columns: one on a GPU; on a CPU a multiple of 64 worth a work-item.
+    """
+    device, width = capabilities(queue), 1
+    if device.is_cpu:
+        worth = _MIN_SPAN // max(n, 1)
+        fair = -(-inner * planes // (4 * device.compute_units))
+        width = max(STRIP, -(-min(worth, fair) // STRIP) * STRIP)
+    strips = -(-inner // width)
+    return launch(queue, strips * planes), width, strips

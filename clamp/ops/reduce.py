@@ -8,7 +8,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.arguments import around_axis, reduced_shape
-from clamp.ops.launch import STRIP, column_width, launch, parts_of, pieces_for, plan_rows, span_for
+from clamp.ops.launch import STRIP, launch, parts_of, pieces_for, plan_columns, plan_rows, span_for
 
 SUM_ROWS = Kernel("reduce.cl", "sum_rows", "X Y")
 SUM_COLUMNS = Kernel("reduce.cl", "sum_columns", "X Y")
@@ -44,12 +44,10 @@ def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, _: int, parts: int, span
 
 
 def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
-    width = column_width(x.queue, outer * parts, min(n, span), inner)
-    strips = -(-inner // width)
+    sizes, width, strips = plan_columns(x.queue, outer * parts, min(n, span), inner)
     SUM_COLUMNS(
-        x.queue, *launch(x.queue, strips * parts * outer), x, y, n, inner, span, width, outer * parts, strips, parts,
-        divisor, ONE_COLUMN=int(width == 1),
-    )  # fmt: skip
+        x.queue, *sizes, x, y, n, inner, span, width, outer * parts, strips, parts, divisor, ONE_COLUMN=int(width == 1)
+    )
 
 
 def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtype: str, divisor: float = 1.0) -> Tensor:

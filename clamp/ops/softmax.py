@@ -6,7 +6,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
 from clamp.ops.arguments import around_axis, require_gradient
-from clamp.ops.launch import column_width, launch, plan_rows
+from clamp.ops.launch import plan_columns, plan_rows
 
 SOFTMAX_KEPT_ROWS = Kernel("softmax.cl", "softmax_kept_rows", "X Y")
 SOFTMAX_ROWS = Kernel("softmax.cl", "softmax_rows", "X Y")
@@ -51,7 +51,5 @@ def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str)
 
 def _by_columns(kernel: Kernel, tensors: tuple[Tensor, ...], outer: int, n: int, inner: int) -> None:
     queue = tensors[0].queue
-    width = column_width(queue, outer, n, inner)
-    strips = -(-inner // width)
-    sizes = launch(queue, strips * outer)
+    sizes, width, strips = plan_columns(queue, outer, n, inner)
     kernel(queue, *sizes, *tensors, n, inner, width, strips, outer, ONE_COLUMN=int(width == 1))
