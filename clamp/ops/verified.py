@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ class Verified(ABC):
     IN_WORDS: str  # NAME, TAKES, IN_WORDS: as every engine's
     where: str  # where the engine is found, for the process that tries it: "clamp.ops.gemm.matrix_units:MMA"
     plans: tuple[Plan, ...]  # the ways in which it may cut a problem up, the largest tiles first
+    may_work: Callable[[Capabilities], bool]  # whether a device is of a kind that has its instruction
 
     def pays(self, problem: Any) -> bool:  # noqa: ARG002  (as every engine's)
         """Wherever it is verified."""
@@ -39,10 +40,6 @@ class Verified(ABC):
     @abstractmethod
     def kernels(self) -> tuple[Kernel, ...]:
         """Its kernels."""
-
-    @abstractmethod
-    def may_work(self, device: Capabilities) -> bool:
-        """Returns whether the device is of a kind that has its instruction."""
 
     @abstractmethod
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:

@@ -17,7 +17,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.gemm.plan import Plan
@@ -62,9 +62,6 @@ class MatrixAttention(Verified):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return (FORWARD,)  # one file
-
-    def may_work(self, device: Capabilities) -> bool:
-        return device.compute_capability >= (8, 0)
 
     def is_verified(self, queue: cl.CommandQueue) -> bool:
         """Returns whether every plan is: each is for heads of some width."""
@@ -163,4 +160,5 @@ MMA = MatrixAttention(
     IN_WORDS="tiles in local memory and NVIDIA's matrix instruction mma.sync, weights rounded to 16 bits",
     where=f"{__name__}:MMA",
     plans=(Plan(64, 64, 64, 2, (4, 1)), Plan(64, 32, 128, 2, (4, 1))),  # in 48 KB, which every such device has
+    may_work=lambda device: device.compute_capability >= (8, 0),
 )

@@ -20,7 +20,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv.geometry import Correlation, Pair, TapAxis, Window
 from clamp.ops.conv.problem import Problem
@@ -63,6 +63,7 @@ class MatrixConv(Verified):
             IN_WORDS=unit.IN_WORDS.replace("tiles in local memory", "images read in place"),
             where=f"{__name__}:{name}",
             plans=plans or unit.plans,
+            may_work=unit.may_work,
             unit=unit,
             conv=kernels[0],
             weight_grad=kernels[1],
@@ -94,9 +95,6 @@ class MatrixConv(Verified):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return self.conv, self.weight_grad
-
-    def may_work(self, device: Capabilities) -> bool:
-        return self.unit.may_work(device)
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
         """Returns whether small convolutions and their gradients come out right by a plan."""

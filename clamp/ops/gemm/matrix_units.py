@@ -18,7 +18,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp.bridge import Tensor
-from clamp.opencl.device import Capabilities, capabilities
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.opencl.ptx import with_marked_instructions
 from clamp.ops.gemm import in_tiles, tuning
@@ -41,7 +41,6 @@ class MatrixUnit(Verified):
     """
 
     kernel: Kernel  # whose macros and arguments are those of matrix_product_kernel.clh
-    is_for: Callable[[Capabilities], bool]  # whether a device is of a kind that has the instruction
     dtypes: tuple[str, ...] = DTYPES  # storage types of its operands
     options: tuple[tuple[str, int], ...] = ()  # macros of the kernel, for the kind of processor
     more: tuple[Plan, ...] = ()  # other plans, which `python -m clamp tune` tries and measures
@@ -81,9 +80,6 @@ class MatrixUnit(Verified):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return (self.kernel,)
-
-    def may_work(self, device: Capabilities) -> bool:
-        return self.is_for(device)
 
     @property
     def candidates(self) -> MatrixUnit:
@@ -173,7 +169,7 @@ MMA = MatrixUnit(
     where=f"{__name__}:MMA",
     kernel=Kernel("gemm_mma.cl", "gemm"),
     plans=(Plan(128, 128, 32, 3, (2, 4)), Plan(64, 64, 32, 4, (2, 2))),  # in 48 KB, which every such device has
-    is_for=lambda device: device.compute_capability >= (8, 0),
+    may_work=lambda device: device.compute_capability >= (8, 0),
     more=(
         Plan(128, 256, 32, 3, (2, 4)),  # 72 KB and more: the driver may give them or not
         Plan(256, 128, 32, 3, (4, 2)),
@@ -190,7 +186,7 @@ MMA_K8 = MatrixUnit(
     where=f"{__name__}:MMA_K8",
     kernel=MMA.kernel,
     plans=(Plan(128, 64, 32, 2, (2, 2)), Plan(64, 64, 32, 2, (2, 2))),  # no copies go on that a third stage were for
-    is_for=lambda device: device.compute_capability == (7, 5),
+    may_work=lambda device: device.compute_capability == (7, 5),
     dtypes=("float16",),
     options=(("TURING", 1),),
 )
@@ -208,7 +204,7 @@ WGMMA = MatrixUnit(
         Plan(128, 128, 64, 4, (8, 1)),
         Plan(64, 64, 64, 3, (4, 1)),  # 48 KB, which it gives
     ),
-    is_for=lambda device: device.compute_capability == (9, 0),  # no later processor has it
+    may_work=lambda device: device.compute_capability == (9, 0),  # no later processor has it
     more=(
         Plan(128, 256, 64, 3, (8, 1), aligned=True),
         Plan(256, 128, 64, 4, (16, 1)),
@@ -226,7 +222,7 @@ RDNA3 = MatrixUnit(
     where=f"{__name__}:RDNA3",
     kernel=Kernel("gemm_wmma.cl", "gemm"),
     plans=(Plan(128, 128, 32, 2, (2, 4)), Plan(64, 64, 32, 2, (2, 2))),
-    is_for=lambda device: device.gfx[0] == 11,
+    may_work=lambda device: device.gfx[0] == 11,
     options=(("RDNA", 3),),
     more=(Plan(128, 128, 32, 3, (2, 4)), Plan(128, 64, 32, 2, (2, 2)), Plan(64, 128, 32, 2, (2, 2))),
 )
@@ -236,7 +232,7 @@ RDNA4 = replace(
     TAKES=RDNA3.TAKES.replace("RDNA 3 (gfx11)", "RDNA 4 (gfx120)"),
     IN_WORDS=RDNA3.IN_WORDS.replace("RDNA 3", "RDNA 4"),
     where=f"{__name__}:RDNA4",
-    is_for=lambda device: device.gfx == (12, 0),  # gfx125 is another family
+    may_work=lambda device: device.gfx == (12, 0),  # gfx125 is another family
     options=(("RDNA", 4),),
 )
 
@@ -252,7 +248,7 @@ DPAS_8 = MatrixUnit(
     kernel=Kernel("gemm_dpas.cl", "gemm", options=("-cl-intel-256-GRF-per-thread",)),
     # One block of rows a sub-group: loops over several are not unrolled, and sums that they number are kept in memory.
     plans=(Plan(128, 128, 32, 2, (8, 4), lanes=8), Plan(64, 64, 32, 2, (4, 4), lanes=8)),
-    is_for=lambda device: device.dpas,
+    may_work=lambda device: device.dpas,
     options=(("SUB_GROUP", 8),),
 )
 DPAS_16 = replace(
