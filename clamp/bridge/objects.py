@@ -35,7 +35,6 @@ class Listed:
     _lock: ClassVar[Any] = threading.RLock()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004  (they are __init__'s)
-        """Notes the instance."""
         made = super().__new__(cls)
         with Listed._lock:
             Listed._living.add(made)

@@ -47,7 +47,6 @@ class MatrixAttention(Verified):
         return self.NAME in problem.verified and is_half and problem.width <= self.plans[-1].k
 
     def plan(self, problem: Problem) -> Plan:
-        """The plan of a problem that fits."""
         return next(plan for plan in self.plans if problem.width <= plan.k)
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -104,7 +103,6 @@ def _extents(problem: Problem) -> tuple[int, int, float, bool]:
 
 
 def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
-    """Macros of all kernels."""
     return {
         "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
         "ALIGNED": int(problem.width % 8 == 0),

@@ -78,7 +78,6 @@ class Form:
     macros: Mapping[str, int] = field(default_factory=dict)  # of its kernels
 
     def kernel(self, name: str) -> Kernel:
-        """A kernel of its file."""
         return _KERNELS[self.file, name]
 
 

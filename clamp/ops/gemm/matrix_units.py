@@ -57,7 +57,6 @@ class MatrixUnit(Verified):
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
     def usual_plan(self, a: Matrix, b: Matrix, c: Tensor) -> Plan:
-        """The plan of a product by its extents."""
         units = capabilities(c.queue).compute_units
         plans = _taking(self.verified_plans(c.queue), a, b)
         return best_plan(plans, a.rows, b.rows, c.size // (a.rows * b.rows), units)
