@@ -204,12 +204,17 @@ class Segment:
         """The nodes that stand for computed ones. Several have one parent, whose gradients are computed together, when
         those of all of them are there."""
         ends = list(self._ends.values())
+
+        def backward(grad: Tensor) -> list[Tensor | None]:
+            count = len(self._kinds)
+            return self._gradients([grad] if count == 1 else [self._grads.get(index) for index in range(count)])
+
+        run: Any = backward
+        run.segment = self  # for the engine, which says when a backward begins
         if len(outs) <= 1:
-            return [self._node(out, Backward(self, lambda grad: self._gradients([grad])), ends) for out in outs]
+            return [self._node(out, run, ends) for out in outs]
         value = outs[0].value
-        together = self._node(
-            Node(bridge.view(value, value.shape)), Backward(self, lambda _: self._gradients(self._given())), ends
-        )
+        together = self._node(Node(bridge.view(value, value.shape)), run, ends)
         token = bridge.zeros(value.queue, (1,), "float32")
 
         def noting(index: int) -> Callable[[Tensor], list[Tensor | None]]:
@@ -223,9 +228,6 @@ class Segment:
 
     def _node(self, out: Node, backward: Callable[[Tensor], list[Tensor | None]], parents: Sequence[Node]) -> Any:
         return bridge.make_node(out.value, backward, parents, OP, self._tape)
-
-    def _given(self) -> list[Tensor | None]:
-        return [self._grads.get(index) for index in range(len(self._kinds))]
 
     def _gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Runs the function again, and backward through it: gradients of the nodes that it reads from outside."""
@@ -273,20 +275,6 @@ class Segment:
                     "run backward before optimizer.step(), and before the tensor of a batch gets the next one, or call "
                     "the function without amp.checkpoint"
                 )
-
-
-class Backward:
-    """Backward of a segment's node.
-
-    Attributes:
-        segment: the segment.
-    """
-
-    def __init__(self, segment: Segment, run: Callable[[Tensor], list[Tensor | None]]) -> None:
-        self.segment, self._run = segment, run
-
-    def __call__(self, grad: Tensor) -> list[Tensor | None]:
-        return self._run(grad)
 
 
 def _ends(nodes: list[Node]) -> dict[Hashable, Node]:

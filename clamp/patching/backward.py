@@ -165,10 +165,11 @@ def _warn_of_dead_tapes(cut: list[Node]) -> None:
 
 def _begins_in_half(node: Node) -> bool:
     """A backward through a block that is run again begins; returns whether float16 numbers take part in it."""
-    if not isinstance(node.grad_fn, recompute.Backward):
+    segment = getattr(node.grad_fn, "segment", None)
+    if segment is None:
         return False
-    node.grad_fn.segment.begin()
-    return bool(node.grad_fn.segment.in_half)
+    segment.begin()
+    return bool(segment.in_half)
 
 
 def _asked_once(ask: Callable[[], bool]) -> Callable[[], bool]:
