@@ -37,6 +37,7 @@ _PLAIN = {
     "log1p": ("log1p", "log1p_grad", False),
     "sqrt": ("sqrt", "sqrt_grad", True),
     "rsqrt": ("rsqrt", "rsqrt_grad", False),
+    "square": ("square", "square_grad", False),
 }
 
 #: names that netcl has a function of bare tensors for, too
@@ -44,13 +45,11 @@ _ON_TENSORS = {"relu", "sigmoid", "tanh", "swish", "softplus", "hard_sigmoid", "
 
 
 def _plain(name: str, op: str, grad_op: str, from_out: bool) -> None:
+    places = ("netcl.autograd", "netcl.ops.elementwise") if name in _ON_TENSORS else ("netcl.autograd",)
+
+    @implements(*(f"{place}.{name}" for place in places), uses=(elementwise,))
     def function(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
         return apply_unary(casting, x, tape, op, grad_op, from_out=from_out)
-
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{name} of every element."
-    places = ("netcl.autograd", "netcl.ops.elementwise") if name in _ON_TENSORS else ("netcl.autograd",)
-    implements(*(f"{place}.{name}" for place in places), uses=(elementwise,))(function)
 
 
 for _name, _rule in _PLAIN.items():
@@ -103,10 +102,8 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     The same seed drops the same elements, on every device. Without a seed one is drawn from numpy's global
     generator, so ``np.random.seed`` makes a run repeatable. p = 0 returns x itself, p = 1 zeros. The mask is
     made on the device and made again in backward: it takes no memory, and it is not netcl's mask for that seed.
-    Where launches are recorded, every replay draws a new seed; one that was passed stays.
-
-    Raises:
-        ValueError: p is not from 0 to 1 (netcl takes what is below for 0 and what is above for 1).
+    Where launches are recorded, every replay draws a new seed; one that was passed stays. (netcl takes a p below 0
+    for 0 and one above 1 for 1; here both raise.)
     """
     p = probability("dropout", "p", p)
     if p == 0:
@@ -152,12 +149,8 @@ def _prelu_operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Oper
 
 @implements("netcl.autograd.prelu", "netcl.ops.elementwise.prelu", uses=(prelu_ops,))
 def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any:
-    """x where positive, alpha * x elsewhere.
-
-    Args:
-        x: (N, C, ...), float32, float16 or bfloat16.
-        alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
-    """
+    """x (N, C, ...) where positive, alpha * x elsewhere; alpha is the slope of each channel, C elements, or one for
+    all."""
     operand, slope = operands = _prelu_operands(casting, x, alpha)
     out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
 

@@ -107,47 +107,30 @@ def _gradient_of(operand: Operand, rule: Gradient, inputs: Sequence[Operand | fl
     return sum_to_shape(elementwise(str(op), "float32", *tensors), operand.shape, operand.grad_dtype)
 
 
-@implements("netcl.autograd.add", uses=(elementwise, sum_to_shape))
-def add(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """a + b."""
-    return apply_broadcast(casting, (a, b), tape, "add", PASS, PASS)
+#: netcl's name -> the gradients of its two operands. At a tie that of maximum and minimum is the first one's, or the
+#: tensor's where the other is a number.
+_OF_TWO: dict[str, tuple[Gradient, Gradient]] = {
+    "add": (PASS, PASS),
+    "sub": (PASS, ("neg", "g")),
+    "mul": (("mul", "g", 1), ("mul", "g", 0)),
+    "div": (("div", "g", 1), ("div_grad", "g", 0, 1)),
+    "maximum": (("maximum_grad_a", "g", 0, 1), ("maximum_grad_b", "g", 0, 1)),
+    "minimum": (("minimum_grad_a", "g", 0, 1), ("minimum_grad_b", "g", 0, 1)),
+}
 
 
-@implements("netcl.autograd.sub", uses=(elementwise, sum_to_shape))
-def sub(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """a - b."""
-    return apply_broadcast(casting, (a, b), tape, "sub", PASS, ("neg", "g"))
+def _of_two(op: str, rules: tuple[Gradient, Gradient]) -> None:
+    tensor_first = op in ("maximum", "minimum")
+
+    @implements(f"netcl.autograd.{op}", uses=(elementwise, sum_to_shape))
+    def function(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
+        if tensor_first and is_scalar(a):
+            a, b = b, a
+        return apply_broadcast(casting, (a, b), tape, op, *rules)
 
 
-@implements("netcl.autograd.mul", uses=(elementwise, sum_to_shape))
-def mul(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """a * b."""
-    return apply_broadcast(casting, (a, b), tape, "mul", ("mul", "g", 1), ("mul", "g", 0))
-
-
-@implements("netcl.autograd.div", uses=(elementwise, sum_to_shape))
-def div(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """a / b."""
-    return apply_broadcast(casting, (a, b), tape, "div", ("div", "g", 1), ("div_grad", "g", 0, 1))
-
-
-@implements("netcl.autograd.maximum", uses=(elementwise, sum_to_shape))
-def maximum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """The larger of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
-    return _extremum(casting, a, b, tape, "maximum")
-
-
-@implements("netcl.autograd.minimum", uses=(elementwise, sum_to_shape))
-def minimum(casting: Casting, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
-    """The smaller of a and b. At a tie the gradient is a's, or the tensor's where the other is a number."""
-    return _extremum(casting, a, b, tape, "minimum")
-
-
-def _extremum(casting: Casting, a: Argument, b: Argument, tape: Tape | None, op: str) -> Any:
-    if is_scalar(a):
-        a, b = b, a
-    rules = ((f"{op}_grad_a", "g", 0, 1), (f"{op}_grad_b", "g", 0, 1))
-    return apply_broadcast(casting, (a, b), tape, op, *rules)
+for _op, _rules in _OF_TWO.items():
+    _of_two(_op, _rules)
 
 
 @implements("netcl.autograd.add_relu", uses=(elementwise, sum_to_shape))
@@ -182,25 +165,18 @@ def require_bias_shapes(x: tuple[int, ...], bias: tuple[int, ...]) -> None:
         raise ValueError(f"bias_add: bias dimension mismatch: rows of {x[1]} elements, a bias of {bias[0]}")
 
 
-@implements("netcl.autograd.square", uses=(elementwise,))
-def square(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
-    """x * x."""
-    return apply_unary(casting, x, tape, "square", "square_grad")
-
-
 # -------------------------------------------------------------------------------------- comparison, choice
 
 
 def _comparison(op: str) -> None:
+    """1 where it holds, else 0, in the operands' dtype; never differentiable."""
+
+    @implements(f"netcl.autograd.{op}", uses=(elementwise,))
     def compare(casting: Casting, a: Argument, b: Argument) -> Node:
         operands, inputs = _with_numbers(casting, a, b)
         # netcl returns a node here even for bare tensors and without grad mode.
         out = elementwise(op, casting.result_dtype(*operands), *_values(inputs))
         return Node(value=out, requires_grad=False)
-
-    compare.__name__ = compare.__qualname__ = op
-    compare.__doc__ = f"1 where {op} holds, else 0, in the operands' dtype; never differentiable."
-    implements(f"netcl.autograd.{op}", uses=(elementwise,))(compare)
 
 
 for _op in ("lt", "le", "gt", "ge"):
@@ -211,12 +187,8 @@ for _op in ("lt", "le", "gt", "ge"):
 def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a where the condition is not zero, b elsewhere; nothing of the branch not taken gets into the result.
 
-    Args:
-        condition: tensor of any dtype that clamp reads, int32 included. It is never cast: a number that half
-            would round to zero is not zero.
-
-    Raises:
-        ValueError: a and b are both numbers, or the shapes do not broadcast.
+    The condition has any dtype that clamp reads, int32 included. It is never cast: a number that half would round to
+    zero is not zero.
     """
     if is_scalar(a) and is_scalar(b):
         raise ValueError("where needs at least one Tensor/Node branch")
@@ -241,9 +213,6 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     """x with ``fill`` wherever the mask is not zero; no gradient flows there.
 
     The mask may have any dtype and any shape whose size divides x's: it repeats over the leading elements.
-
-    Raises:
-        ValueError: it does not divide x's.
     """
     operand, where = _masked_operands(casting, x, mask)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
@@ -294,17 +263,8 @@ def elementwise_scalar(
 
 
 #: netcl's name -> the function
-_BINARY_OPS = {
-    "ADD": "add",
-    "SUB": "sub",
-    "MUL": "mul",
-    "DIV": "div",
-    "MAX": "maximum",
-    "MIN": "minimum",
-    "LT": "lt",
-    "LE": "le",
-    "GT": "gt",
-    "GE": "ge",
+_BINARY_OPS = {"MAX": "maximum", "MIN": "minimum"} | {
+    name.upper(): name for name in ("add", "sub", "mul", "div", "lt", "le", "gt", "ge")
 }
 
 

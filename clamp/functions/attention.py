@@ -19,13 +19,11 @@ def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``. Besides
+    the result the log-sum-exp of each query's scores, (B, H, T) in float32.
 
     Backward keeps q, k, v and a float a query, neither the weights nor the result; a checkpointed block keeps both the
     result and the float, which take longer than all else to compute again and have no more bytes than a projection.
-
-    Returns:
-        The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
     """
     operands = qo, ko, vo = float_operands(casting, q, k, v)
     dtype = casting.result_dtype(*operands)
@@ -67,9 +65,6 @@ def flash_attention_decode(
     """One query a head, (B, H, 1, D), against the first ``cache_len`` positions of the caches (B, H, capacity, D).
 
     The caches are read in the dtype they have: casting them would copy all of them for every new token.
-
-    Raises:
-        ValueError: shapes that do not fit, or ``cache_len`` beyond the capacity.
     """
     (qo,) = float_operands(casting, q)
     keys, values = as_is(k_cache).value, as_is(v_cache).value
@@ -83,16 +78,8 @@ def rope(
     casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None,
     *, inverse: bool = False,
 ) -> Any:  # fmt: skip
-    """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,); see ``clamp.ops.rope.rope``.
-
-    Backward turns the gradient back by the same angles.
-
-    Args:
-        inverse: whether by the negated angles.
-
-    Raises:
-        ValueError: D is odd, or there are not T positions.
-    """
+    """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,), or by the negated one; see
+    ``clamp.ops.rope.rope``. Backward turns the gradient back by the same angles."""
     (operand,) = float_operands(casting, x)
     places = owned_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)

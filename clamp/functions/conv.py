@@ -27,22 +27,19 @@ Number = int | Sequence[int]  # netcl takes one number for both axes
 _CONVOLUTION, _DEPTHWISE = (ops, elementwise, sum_channels), (depthwise, sum_channels)
 
 
-@implements("netcl.autograd.conv2d", uses=_CONVOLUTION)
+@implements("netcl.autograd.conv2d", "netcl.ops.conv2d.conv2d", uses=_CONVOLUTION)
 def conv2d(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     algo: str | None = None, dilation: Number = 1, groups: int = 1, tape: Tape | None = None,
+    *, fuse_relu: bool | None = None,
 ) -> Any:  # fmt: skip
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 
-    Args:
-        stride, pad, dilation: one number, or one for each axis.
-        algo: has no effect; there is one algorithm for a device.
-
-    Raises:
-        ValueError: shapes that do not fit, or a stride, padding, dilation or number of groups that makes no sense.
+    Stride, pad and dilation are one number, or one for each axis. ``algo`` has no effect; there is one algorithm for a
+    device.
     """
     window = _window("conv2d", stride, pad, dilation, groups)
-    return _convolve(casting, x, w, bias, window, False, "conv2d", tape)
+    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", tape)
 
 
 @implements("netcl.autograd.conv2d_relu", uses=_CONVOLUTION)
@@ -54,8 +51,10 @@ def conv2d_relu(
 
     netcl's fused layer does not pass its groups on: they follow from the shapes.
     """
-    groups = _groups_of(as_node(x).value.shape, as_node(w).value.shape)
-    return _convolve(casting, x, w, bias, _window("conv2d_relu", stride, pad, 1, groups), True, "conv2d_relu", tape)
+    image, kernel = as_node(x).value.shape, as_node(w).value.shape
+    is_whole = len(image) == len(kernel) == 4 and kernel[1] > 0 and image[1] > 0 and image[1] % kernel[1] == 0
+    window = _window("conv2d_relu", stride, pad, 1, image[1] // kernel[1] if is_whole else 1)
+    return _convolve(casting, x, w, bias, window, True, "conv2d_relu", tape)
 
 
 @implements("netcl.autograd.conv_transpose2d", "netcl.ops.conv_transpose2d.conv_transpose2d", uses=_CONVOLUTION)
@@ -65,12 +64,6 @@ def conv_transpose2d(
 ) -> Any:  # fmt: skip
     """Transposed convolution of x (N, F, OH, OW) with w (F, C, KH, KW), plus bias (C,): the input gradient of the
     convolution with w, and so its own gradients are that convolution and its weight gradient.
-
-    Args:
-        stride, pad: one number, or one for each axis.
-
-    Raises:
-        ValueError: shapes that do not fit, or no pixel is left of the result.
     """
     window = _window("conv_transpose2d", stride, pad, 1, 1)
     xo, wo = casting.operands(as_node(x), as_node(w))
@@ -142,23 +135,16 @@ def _parameter_grads(
     x: Tensor, grad: Tensor, w: Operand, bias: Operand | None, window: Window
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the weights and of the bias, where there is one."""
-    extent = _pair("conv2d", "kernel", w.shape[2:], 1)
+    extent, dtype = _pair("conv2d", "kernel", w.shape[2:], 1), w.grad_dtype
     if bias is None:
-        return ops.conv2d_weight_grad(x, grad, extent, window, out_dtype=w.grad_dtype), None
-    gw, gb = ops.conv2d_parameter_grads(
-        x, grad, extent, window, out_dtype=w.grad_dtype, bias_dtype=bias.grad_dtype
-    )  # fmt: skip
+        return ops.conv2d_weight_grad(x, grad, extent, window, out_dtype=dtype), None
+    gw, gb = ops.conv2d_parameter_grads(x, grad, extent, window, out_dtype=dtype, bias_dtype=bias.grad_dtype)
     return gw, bridge.view(gb, bias.shape)
 
 
 def bias_gradient(bias: Operand, grad: Tensor) -> Tensor:
     """The sum over everything but channels, in the bias's shape and dtype."""
     return bridge.view(sum_channels(grad, bias.grad_dtype), bias.shape)
-
-
-def _groups_of(x: Sequence[int], w: Sequence[int]) -> int:
-    whole = len(x) == len(w) == 4 and w[1] > 0 and x[1] > 0 and x[1] % w[1] == 0
-    return int(x[1] // w[1]) if whole else 1
 
 
 def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: int) -> Window:
@@ -198,11 +184,7 @@ def _check(
 def depthwise_conv2d(
     casting: Casting, x: Any, w: Any, bias: Any = None, stride: int = 1, pad: int = 0, tape: Tape | None = None
 ) -> Any:
-    """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,).
-
-    The bias is read in its own dtype. The gradients of weight and bias are stored in their own dtypes, straight from
-    the fp32 sums.
-    """
+    """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,)."""
     xo, wo = casting.operands(as_node(x), as_node(w))
     bo = None if bias is None else as_is(bias)
     require_floating(xo, wo, bo)
@@ -222,16 +204,6 @@ def depthwise_conv2d(
 
 
 # ------------------------------------------------------------------------------------------ tensor level
-
-
-@implements("netcl.ops.conv2d.conv2d", uses=_CONVOLUTION)
-def tensor_conv2d(
-    casting: Casting, x: Tensor, w: Tensor, bias: Tensor | None = None, stride: Number = 1, pad: Number = 0,
-    fuse_relu: bool | None = None, dilation: Number = 1, groups: int = 1,
-) -> Any:  # fmt: skip
-    """``conv2d`` of bare tensors, with relu if ``fuse_relu``."""
-    window = _window("conv2d", stride, pad, dilation, groups)
-    return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", None)
 
 
 @implements("netcl.ops.conv2d.conv2d_backward", uses=(ops,))
@@ -265,7 +237,7 @@ def fused_conv_bias_relu(
 def depthwise_conv2d_backward(
     casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients by x, w and bias (None without one) of bare tensors, each in its own dtype."""
+    """(gradient of x, of w, of the bias or None), each in its tensor's dtype."""
     xo, wo = casting.operands(as_node(x), as_node(w))
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
     require_floating(xo, wo, grad, bo)

@@ -26,12 +26,7 @@ _PICKED, _LARGEST = (ops.PICK, concat, cast), (ops.TOPK_HEAP,)  # not all of its
 
 
 def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
-    """Indices into an axis of x, as int32 on x's queue; ``name``: what the user called.
-
-    Raises:
-        IndexError: an index given on the host is no place of the axis.
-        NotOwned: they are no integers, or a tensor that is not clamp's to read.
-    """
+    """Indices into an axis of x, as int32 on x's queue; ``name``: what the user called."""
     index = index.value if isinstance(index, Node) else index
     if isinstance(index, Tensor):
         value = owned_value(index)
@@ -46,11 +41,7 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
 
 
 def host_integers(index: Any, dtype: Any = np.int64) -> Any:
-    """Numbers of the host as a flat array of integers.
-
-    Raises:
-        NotOwned: they are no numbers.
-    """
+    """Numbers of the host as a flat array of integers."""
     try:
         return np.asarray(index).astype(dtype).ravel()
     except (TypeError, ValueError):
@@ -64,17 +55,21 @@ def int32_on_device(host: Any, queue: Any) -> Tensor:
     return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
 
 
-def _select(casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None) -> Any:
+def _select(
+    casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None, out: Tensor | None = None
+) -> Any:
     (operand,) = casting.operands(as_node(x))
     axis = axis_of(name, axis, len(operand.shape))
     at = _indices(name, index, operand.value, axis)
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
-    out = ops.index_select(operand.value, axis, at, out_dtype=dtype)
+    if out is not None:
+        return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
+    selected = ops.index_select(operand.value, axis, at, out_dtype=dtype)
 
     def gradient(grad: Tensor) -> Tensor:
         return _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)
 
-    return bound(out, {operand: gradient}, name, tape, unread=(operand,))
+    return bound(selected, {operand: gradient}, name, tape, unread=(operand,))
 
 
 def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:
@@ -83,20 +78,16 @@ def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor
     return gradient
 
 
-@implements("netcl.autograd.index_select", uses=_PICKED)
-def index_select(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None) -> Any:
-    """The places of x along an axis that ``idx`` names, in its order, bit for bit.
+@implements("netcl.autograd.index_select", "netcl.ops.indexing.index_select", uses=_PICKED)
+def index_select(
+    casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None, *, out: Tensor | None = None
+) -> Any:
+    """The places of x along an axis that ``idx`` names, in its order, bit for bit; x may be int32, too. Of a bare
+    tensor into ``out`` if it is given, of the result's shape and dtype.
 
     Backward sums the gradients of a place that is named often in fp32, in a fixed order, and rounds once.
-
-    Args:
-        x: float32, float16, bfloat16 or int32.
-        idx: the indices (see the top of this file).
-
-    Raises:
-        IndexError: an index given on the host is no place of the axis.
     """
-    return _select(casting, x, axis, idx, "index_select", tape)
+    return _select(casting, x, axis, idx, "index_select", tape, out)
 
 
 @implements("netcl.autograd.gather", uses=_PICKED)
@@ -107,26 +98,16 @@ def gather(casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = No
 
 @implements("netcl.autograd.embedding", uses=_PICKED)
 def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None) -> Any:
-    """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim).
-
-    Arguments as for ``index_select``.
-    """
+    """The rows of a table (num_embeddings, dim) that ``idx`` names: (number of indices, dim)."""
     return _select(casting, weight, 0, idx, "embedding", tape)
 
 
 @implements("netcl.autograd.index_add", uses=_PICKED)
 def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: Tape | None = None) -> Any:
-    """A copy of dst, with each place of src added to the place of the axis that its index names.
+    """A copy of dst, with each place of src added to the place of the axis that its index names. src has dst's extents,
+    but one place for each index.
 
     The sums are formed in fp32, in a fixed order, and rounded once.
-
-    Args:
-        dst, src: float32, float16 or bfloat16, in any mixture. src has dst's extents, but one place for each index.
-        idx: the indices (see the top of this file).
-
-    Raises:
-        ValueError: there is no such axis, or src has another shape.
-        IndexError: an index given on the host is no place of the axis.
     """
     to, source = float_operands(casting, dst, src)
     axis = axis_of("index_add", axis, len(to.shape))
@@ -143,11 +124,7 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
 
 @implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=_LARGEST)
 def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
-    """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
-
-    Raises:
-        ValueError: there is no such axis, or it is empty.
-    """
+    """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy)."""
     (operand,) = float_operands(casting, x)
     return ops.argmax(operand.value, axis, keepdims)
 
@@ -157,9 +134,6 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
     """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
 
     Equal elements come in the order of their places, NaN after everything else.
-
-    Raises:
-        ValueError: there is no such axis, or k is not in 1 .. its extent.
     """
     (operand,) = float_operands(casting, x)
     values, places = ops.topk(operand.value, k, axis)
@@ -171,10 +145,6 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
     """A row of zeros for each index, with a one at the index: (number of indices, num_classes).
 
     An index outside 0 .. num_classes - 1 has a row of zeros, as in netcl (here nothing counts from the end).
-
-    Raises:
-        ValueError: num_classes is negative.
-        NotOwned: no floating dtype of clamp's, or indices on the host without a queue.
     """
     if dtype not in bridge.STORAGE:
         raise NotOwned
@@ -193,17 +163,6 @@ def _as_int32(index: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.indexing.index_select", uses=_PICKED)
-def tensor_index_select(casting: Casting, x: Tensor, axis: int, idx: Any, out: Tensor | None = None) -> Any:
-    """``index_select`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
-    if out is None:
-        return index_select(casting, x, axis, idx)
-    (operand,) = casting.operands(as_node(x))
-    at = _indices("index_select", idx, operand.value, axis)
-    dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
-    return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
-
-
 @implements("netcl.ops.indexing.index_select_backward", uses=_PICKED)
 def tensor_index_select_backward(
     casting: Casting, grad_out: Tensor, x_shape: Sequence[int], axis: int, idx: Any
@@ -218,11 +177,8 @@ def tensor_index_select_backward(
 
 @implements("netcl.ops.indexing.index_add", uses=_PICKED)
 def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Tensor) -> Tensor:
-    """Adds src to dst in place, as ``index_add`` adds to a copy; both are read as they are, whatever the policy.
-
-    Returns:
-        dst, in its own dtype.
-    """
+    """Adds src to dst in place, as ``index_add`` adds to a copy, and returns dst; both are read as they are, whatever
+    the policy."""
     to, source = float_operands(Match(), dst, src)
     target = to.value
     ops.index_add(source.value, to.shape, axis, _indices("index_add", idx, target, axis), target, target)
@@ -231,11 +187,7 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
 
 @implements("netcl.ops.indexing.as_index_tensor", uses=(ops.TO_INDEX,))
 def tensor_as_index_tensor(casting: Casting, idx: Any, queue: Any = None, backend: str | None = None) -> Tensor:
-    """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's.
-
-    Raises:
-        NotOwned: idx is no such tensor.
-    """
+    """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's."""
     if not isinstance(idx, Tensor) or idx.dtype not in bridge.STORAGE:
         raise NotOwned
     return ops.to_index(owned_value(idx))

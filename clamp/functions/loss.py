@@ -28,7 +28,6 @@ _RESHAPE = "reshape one of them to the other's shape"
 
 
 def require_floats(name: str, **operands: Operand) -> None:
-    """Raises TypeError for an operand that is not floating, naming the loss and the argument."""
     for argument, operand in operands.items():
         if operand.value.dtype not in bridge.STORAGE:
             raise TypeError(
@@ -38,7 +37,6 @@ def require_floats(name: str, **operands: Operand) -> None:
 
 
 def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str = _RESHAPE) -> None:
-    """Raises ValueError where two operands differ in shape, naming the loss and the arguments."""
     if x.shape != t.shape:
         raise ValueError(
             f"{name}: {first} has shape {x.shape}, {second} has shape {t.shape}; losses do not broadcast: {advice}"
@@ -82,11 +80,7 @@ def _pair_loss(
 
 @implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss", uses=(loss_sum,))
 def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """Sum of ``(pred - target)**2``: float32, shape (1,). The gradient is ``2 * (pred - target) * grad``.
-
-    Args:
-        pred, target: the same shape, in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-    """
+    """Sum of ``(pred - target)**2``, of one shape. The gradient is ``2 * (pred - target) * grad``."""
     return _pair_loss(casting, "mse_loss", "mse", pred, target, tape)
 
 
@@ -98,17 +92,13 @@ def l2_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) 
 
 @implements("netcl.autograd.l1_loss", uses=(loss_sum,))
 def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """Sum of ``|pred - target|``: float32, shape (1,). The gradient where they are equal is 0."""
+    """Sum of ``|pred - target|``. The gradient where they are equal is 0."""
     return _pair_loss(casting, "l1_loss", "l1", pred, target, tape)
 
 
 @implements("netcl.autograd.smooth_l1_loss", uses=(loss_sum,))
 def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, tape: Tape | None = None) -> Any:
-    """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``; float32, (1,).
-
-    Raises:
-        ValueError: beta is negative or NaN.
-    """
+    """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``."""
     if not beta >= 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative or NaN")
     return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
@@ -138,16 +128,11 @@ def _require_rows(name: str, x: Operand) -> tuple[int, int]:
     "netcl.autograd.cross_entropy", "netcl.nn.functional.cross_entropy", "netcl.nn.loss.cross_entropy", uses=(ops,)
 )
 def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None = None) -> Any:
-    """Mean over the batch of the cross entropy of ``softmax(logits)``: float32, shape (1,).
+    """Mean over the batch of the cross entropy of ``softmax(logits)``, of logits (N, C).
 
-    Args:
-        logits: (N, C), float32, float16 or bfloat16.
-        targets: probabilities or one-hot rows (N, C), in any of these dtypes; they get no gradient, as in netcl.
-            Or N class numbers (rank 1: a tensor of integers or whole floats, a host array, a list), which are read
-            on the device without a one-hot copy, and of which -100 is ignored (see ``cross_entropy_indices``).
-
-    Raises:
-        TypeError: the logits are not floating, or the targets neither floating nor labels.
+    Targets are probabilities or one-hot rows (N, C), which get no gradient, as in netcl. Or N class numbers (rank 1: a
+    tensor of integers or whole floats, a host array, a list), which are read on the device without a one-hot copy, and
+    of which -100 is ignored (see ``cross_entropy_indices``).
     """
     if _rank(targets) == 1:
         return _label_loss(casting, "cross_entropy", logits, targets, IGNORE_INDEX, tape)
@@ -167,18 +152,13 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
 def cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, tape: Tape | None = None
 ) -> Any:
-    """Mean cross entropy of logits (N, C) against class numbers, over the rows that are not ignored; float32, (1,).
+    """Mean cross entropy of logits (N, C) against class numbers, over the rows that are not ignored.
 
     Args:
-        logits: (N, C), float32, float16 or bfloat16.
         targets: N class numbers: an integer tensor, a floating one of whole numbers, a host array or a list, of any
             shape. A class outside 0 .. C-1 makes the loss, and the gradient of its row, NaN: on the device it
-            cannot raise. Host labels are checked before they are sent there.
+            cannot raise. Host labels are checked before they are sent there (IndexError).
         ignore_index: rows with this target take no part. If all do, loss and gradient are 0.
-
-    Raises:
-        ValueError: the number of targets is not N, or the logits are not (N, C).
-        IndexError: a label given on the host is no class.
     """
     return _label_loss(casting, "cross_entropy_indices", logits, targets, ignore_index, tape)
 
@@ -229,11 +209,9 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
 
 @implements("netcl.autograd.hinge_loss", uses=(ops,))
 def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0, tape: Tape | None = None) -> Any:
-    """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true; float32, (1,).
+    """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true.
 
-    Args:
-        logits: (N, C), float32, float16 or bfloat16.
-        targets: one-hot rows (N, C), in any of these dtypes; they get no gradient.
+    Logits are (N, C), and so are targets, one-hot rows, which get no gradient.
     """
     x, t = casting.operands(as_node(logits), as_node(targets))
     _require_rows("hinge_loss", x)
@@ -262,16 +240,8 @@ def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) 
 def tensor_cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of logits (N, C) against N class numbers, and one over the number of rows that count.
-
-    Args:
-        logits: float32, float16 or bfloat16.
-        targets: a device tensor. A class outside 0 .. C-1 makes the loss NaN.
-        ignore_index: rows with this target do not count.
-
-    Returns:
-        Two float32 tensors of shape (1,).
-    """
+    """The loss of ``cross_entropy_indices`` for targets on the device, and one over the number of rows that count, as
+    float32 of shape (1,), too."""
     x, labels = _logits_and_targets(casting, "cross_entropy_indices", logits, targets)
     forward = ops.label_loss(x, labels, ignore_index)
     assert forward.count is not None
@@ -282,13 +252,8 @@ def tensor_cross_entropy_indices(
 def cross_entropy_indices_backward(
     casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape.
-
-    Args:
-        scale: one floating element, read on the device.
-
-    Other arguments as for ``cross_entropy_indices``.
-    """
+    """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape. The scale is one floating
+    element, read on the device."""
     x, labels = _logits_and_targets(casting, "cross_entropy_indices_backward", logits, targets)
     factor = as_is(scale)
     require_floats("cross_entropy_indices_backward", scale=factor)
@@ -299,15 +264,7 @@ def cross_entropy_indices_backward(
 
 @implements("netcl.ops.softmax.softmax_backward", uses=(softmax_gradient,))
 def softmax_backward(casting: Casting, out: Any, grad_out: Any, axis: int = -1) -> Tensor:
-    """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax.
-
-    Args:
-        out: the result of softmax, float32, float16 or bfloat16.
-        grad_out: its gradient, in any of these.
-
-    Raises:
-        ValueError: the shapes differ, or there is no such axis.
-    """
+    """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax."""
     y, grad = as_is(out), as_is(grad_out)
     require_floats("softmax_backward", out=y, grad_out=grad)
     return softmax_gradient(y.value, grad.value, axis, out_dtype=y.grad_dtype)

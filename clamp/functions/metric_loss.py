@@ -6,14 +6,15 @@ a device tensor, which is read there: unlike netcl's, none of these functions br
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
-from clamp.casting.registry import implements
+from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import labels_given, operands_alike, require_floats
 from clamp.ops import distances, info_nce
@@ -21,13 +22,12 @@ from clamp.ops.reduce import reduce_sum
 
 _PARTNERS = (distances.PARTNERS, reduce_sum)  # without the kernels of triplets
 
-Distance = Literal["squared", "euclidean"]
-Reduction = Literal["mean", "sum"]
 
-
-def _require_choice(function: str, name: str, value: str, *choices: str) -> None:
-    if value not in choices:
-        raise ValueError(f"{function}: {name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+def _require_choices(function: str, reduction: str, distance: str = "squared") -> None:
+    if distance not in ("squared", "euclidean"):
+        raise ValueError(f"{function}: distance must be 'squared' or 'euclidean', got {distance!r}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{function}: reduction must be 'mean' or 'sum', got {reduction!r}")
 
 
 def _rows(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
@@ -60,13 +60,7 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
 def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Tape | None = None) -> Any:
     """``sum((X[i] - Y[j])**2)`` of every pair of rows: shape (N, M); without Y, of X's rows among themselves.
 
-    Formed from differences: rows that are close keep their digits.
-
-    Args:
-        X: (N, D), Y: (M, D), each float32, float16 or bfloat16. Either may need a gradient.
-
-    Raises:
-        ValueError: they are no matrices, or D differs.
+    Formed from differences: rows that are close keep their digits. X is (N, D), Y (M, D).
     """
     name = "pairwise_squared_distances"
     operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
@@ -88,20 +82,14 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
 
 @implements("netcl.autograd.triplet_loss", "netcl.nn.loss.triplet_loss", uses=_PARTNERS)
 def triplet_loss(
-    casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: Distance = "squared",
-    reduction: Reduction = "mean", tape: Tape | None = None,
+    casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: str = "squared",
+    reduction: str = "mean", tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``: float32, shape (1,).
+    """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``, each (N, D).
 
-    Args:
-        anchor, positive, negative: (N, D), in any mixture of float32, float16 and bfloat16. Each may need a gradient.
-        distance: d is the squared distance, or "euclidean", ``sqrt(squared distance + 1e-8)``.
-
-    Raises:
-        ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
+    d is the squared distance, or if ``distance`` is "euclidean", ``sqrt(squared distance + 1e-8)``.
     """
-    _require_choice("triplet_loss", "distance", distance, "squared", "euclidean")
-    _require_choice("triplet_loss", "reduction", reduction, "mean", "sum")
+    _require_choices("triplet_loss", reduction, distance)
     a, p, n = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
     forward = distances.triplet_loss(
         a.value, p.value, n.value, float(margin), distance == "euclidean", reduction == "mean"
@@ -116,21 +104,15 @@ def triplet_loss(
 
 @implements("netcl.autograd.contrastive_loss", uses=_PARTNERS)
 def contrastive_loss(
-    casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: Reduction = "mean",
+    casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: str = "mean",
     tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``: float32, shape (1,).
+    """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``.
 
-    ``d = |x1 - x2|``, in the second term ``sqrt(d**2 + 1e-8)``.
-
-    Args:
-        x1, x2: (N, D), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-        labels: N numbers y, 1 for rows that belong together and 0 for others: a host array, a list or a tensor.
-
-    Raises:
-        ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
+    ``d = |x1 - x2|`` for x1 and x2 (N, D), in the second term ``sqrt(d**2 + 1e-8)``. Labels are N numbers y, 1 for rows
+    that belong together and 0 for others.
     """
-    _require_choice("contrastive_loss", "reduction", reduction, "mean", "sum")
+    _require_choices("contrastive_loss", reduction)
     x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
     on_device = _labels("contrastive_loss", labels, x.value, as_classes=False)
     forward = distances.contrastive_loss(x.value, y.value, on_device, float(margin), reduction == "mean")
@@ -148,58 +130,33 @@ def _partner_gradient(
     return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
 
 
-@implements("netcl.autograd.batch_hard_triplet_loss", uses=(distances,))
-def batch_hard_triplet_loss(
-    casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
-    reduction: Reduction = "mean", tape: Tape | None = None,
-) -> Any:  # fmt: skip
-    """``max(0, d(farthest of the same label) - d(nearest of another) + margin)`` over rows: float32, shape (1,).
+def _mined(name: str, mine: Callable[..., Any]) -> Function:
+    """A triplet loss over what is found among rows (N, D) by their labels, N whole numbers."""
 
-    A row without a partner of either kind adds 0; the mean is over all rows. Of equally far rows the first counts.
+    @implements(f"netcl.autograd.{name}", uses=(distances,))
+    def function(
+        casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: str = "squared",
+        reduction: str = "mean", tape: Tape | None = None,
+    ) -> Any:  # fmt: skip
+        _require_choices(name, reduction, distance)
+        (x,) = _rows(casting, name, embeddings=embeddings)
+        on_device = _labels(name, labels, x.value, as_classes=True)
+        forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
 
-    Args:
-        embeddings: (N, D), float32, float16 or bfloat16.
-        labels: N whole numbers: a host array, a list or a tensor.
-        distance: as for ``triplet_loss``.
+        def gradient(grad: Tensor) -> Tensor:
+            return distances.triplet_gradient(x.value, forward, grad, x.grad_dtype)
 
-    Raises:
-        ValueError: embeddings are not (N, D); another number of labels; an unknown distance or reduction.
-    """
-    return _mined(
-        casting, "batch_hard_triplet_loss", distances.hardest_triplets,
-        embeddings, labels, margin, distance, reduction, tape,
-    )  # fmt: skip
+        return bound(forward.loss, {x: gradient}, name, tape)
+
+    return function
 
 
-@implements("netcl.autograd.batch_all_triplet_loss", uses=(distances,))
-def batch_all_triplet_loss(
-    casting: Casting, embeddings: Any, labels: Any, margin: float = 1.0, distance: Distance = "squared",
-    reduction: Reduction = "mean", tape: Tape | None = None,
-) -> Any:  # fmt: skip
-    """``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label: float32, shape (1,).
-
-    The mean is over the triplets that exceed 0. Arguments as for ``batch_hard_triplet_loss``.
-    """
-    return _mined(
-        casting, "batch_all_triplet_loss", distances.all_triplets,
-        embeddings, labels, margin, distance, reduction, tape,
-    )  # fmt: skip
-
-
-def _mined(
-    casting: Casting, name: str, mine: Any, embeddings: Any, labels: Any, margin: float, distance: str, reduction: str,
-    tape: Tape | None,
-) -> Any:  # fmt: skip
-    _require_choice(name, "distance", distance, "squared", "euclidean")
-    _require_choice(name, "reduction", reduction, "mean", "sum")
-    (x,) = _rows(casting, name, embeddings=embeddings)
-    on_device = _labels(name, labels, x.value, as_classes=True)
-    forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
-
-    def gradient(grad: Tensor) -> Tensor:
-        return distances.triplet_gradient(x.value, forward, grad, x.grad_dtype)
-
-    return bound(forward.loss, {x: gradient}, name, tape)
+# ``max(0, d(farthest of the same label) - d(nearest of another) + margin)`` over rows. One without a partner of either
+# kind adds 0; the mean is over all rows. Of equally far rows the first counts.
+batch_hard_triplet_loss = _mined("batch_hard_triplet_loss", distances.hardest_triplets)
+# ``max(0, d(i, j) - d(i, k) + margin)`` over every i, j of its label, k of another label. The mean is over the triplets
+# that exceed 0.
+batch_all_triplet_loss = _mined("batch_all_triplet_loss", distances.all_triplets)
 
 
 # ---------------------------------------------------------------------------------------------- contrasts
@@ -208,21 +165,16 @@ def _mined(
 @implements("netcl.autograd.info_nce_loss", "netcl.nn.loss.info_nce_loss", uses=(info_nce,))
 def info_nce_loss(
     casting: Casting, queries: Any, keys: Any, temperature: float = 0.07, normalize: bool = True,
-    reduction: Reduction = "mean", symmetric: bool = False, tape: Tape | None = None,
+    reduction: str = "mean", symmetric: bool = False, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal: float32, shape (1,).
+    """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal.
 
     Args:
-        queries, keys: (N, D), in any mixture of float32, float16 and bfloat16; row i of one belongs to row i of the
-            other. Either may need a gradient.
-        temperature: positive.
+        queries, keys: (N, D); row i of one belongs to row i of the other.
         normalize: rows are divided by their norm (plus 1e-8) first, in fp32.
         symmetric: the average with the loss of keys against queries.
-
-    Raises:
-        ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
     """
-    _require_choice("info_nce_loss", "reduction", reduction, "mean", "sum")
+    _require_choices("info_nce_loss", reduction)
     if not temperature > 0.0:
         raise ValueError(f"info_nce_loss: temperature must be positive, got {temperature}")
     q, k = _rows(casting, "info_nce_loss", queries=queries, keys=keys)

@@ -13,7 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, owned_value
-from clamp.casting.registry import implements
+from clamp.casting.registry import Function, implements
 from clamp.functions.recompute import is_recomputing, kept
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_rows as rows_ops
@@ -30,7 +30,7 @@ _BATCH = (*_FORWARD, planes_ops.PLANES_BACKWARD)  # without the sums over sample
 
 
 def _parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[Operand, ...]:
-    """gamma and beta, read in their own dtype; ValueError unless each has ``size`` elements."""
+    """gamma and beta, read in their own dtype, of ``size`` elements each."""
     operands = floats_as_is(*parameters)
     for label, operand in zip(("gamma", "beta"), operands, strict=False):
         if operand.value.size != size:
@@ -45,7 +45,7 @@ def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
 
 
 def _statistics_of(name: str, x: Operand, size: int, *statistics: Any) -> list[Tensor]:
-    """The statistics of x, read and written as they are: ``size`` elements each, of one dtype, or ValueError."""
+    """The statistics of x, read and written as they are: ``size`` elements each, of one dtype."""
     values = [operand.value for operand in floats_as_is(*statistics)]
     if any(value.size != size or value.dtype != values[0].dtype for value in values):
         kinds = " and ".join(f"{value.dtype} {tuple(value.shape)}" for value in values)
@@ -68,9 +68,16 @@ def _copy(statistic: Tensor) -> Tensor:
 
 def _normalized_batch(
     casting: Casting, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
-    training: bool, tape: Tape | None, name: str, activation: Activation = IDENTITY,
+    training: bool, tape: Tape | None, name: str, activation: Activation,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """(result, mean, variance) of a batch norm and what follows it."""
+    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel of x (N, C, H, W) (Ioffe and Szegedy, 2015), and
+    an activation of that in its store. All but x have C elements. Besides the result the mean and variance of each
+    channel that it was normalized with.
+
+    In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
+    momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
+    In evaluation the statistics are the running ones, as constants.
+    """
     (xo,) = float_operands(casting, x)
     require_nchw(name, xo.shape)
     go, bo = _parameters_of(name, xo, xo.shape[1], gamma, beta)
@@ -109,40 +116,22 @@ def _normalized_batch(
     return bound(out, {(xo, go, bo): backward}, name, tape), mean, var
 
 
-@implements("netcl.nn.batchnorm.batch_norm2d")
-@implements("netcl.autograd.batch_norm2d", result_only=True, uses=_BATCH)
-def batch_norm2d(
-    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
-    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """``(x - mean) / sqrt(var + eps) * gamma + beta`` for each channel (Ioffe and Szegedy, 2015).
+def _batch_norm(name: str, activation: Activation) -> Function:
+    @implements(f"netcl.nn.batchnorm.{name}")
+    @implements(f"netcl.autograd.{name}", result_only=True, uses=_BATCH)
+    def function(
+        casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
+        momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
+    ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
+        return _normalized_batch(
+            casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, name, activation
+        )
 
-    In training the statistics are those of the batch, and the running ones become ``(1 - momentum) * running +
-    momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
-    In evaluation the statistics are the running ones, as constants.
-
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16; the result has its dtype.
-        gamma, beta, running_mean, running_var: C elements each.
-
-    Returns:
-        The result, and the mean and variance of each channel that it was normalized with.
-    """
-    return _normalized_batch(
-        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d"
-    )  # fmt: skip
+    return function
 
 
-@implements("netcl.nn.batchnorm.batch_norm2d_relu")
-@implements("netcl.autograd.batch_norm2d_relu", result_only=True, uses=_BATCH)
-def batch_norm2d_relu(
-    casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
-    momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
-) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """relu of ``batch_norm2d``, in its store. Arguments and results as there."""
-    return _normalized_batch(
-        casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_relu", RELU
-    )
+batch_norm2d = _batch_norm("batch_norm2d", IDENTITY)
+batch_norm2d_relu = _batch_norm("batch_norm2d_relu", RELU)
 
 
 @implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
@@ -152,7 +141,7 @@ def batch_norm2d_leaky_relu(
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """leaky_relu of ``batch_norm2d``, in its store. Arguments and results as there."""
+    """leaky_relu of ``batch_norm2d``, in its store."""
     return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
@@ -196,14 +185,8 @@ def group_norm(
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
-    (Wu and He, 2018).
-
-    Args:
-        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
-        gamma, beta: C elements each.
-
-    Returns:
-        The result, and the means and variances in float32, of shape (N, groups).
+    (Wu and He, 2018), of x (N, C, H, W), with C elements of gamma and of beta. Returns the result, and the means and
+    variances in float32, of shape (N, groups).
     """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo.shape)
@@ -250,14 +233,7 @@ def layer_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
 ) -> tuple[Any, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
-    last axes where gamma has several.
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma, beta: n elements each, or of the shape of x's last axes.
-
-    Returns:
-        The result, and the means and variances in float32, of shape (..., 1).
+    last axes where gamma has several. Returns the result, and the means and variances in float32, of shape (..., 1).
     """
     (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
@@ -291,7 +267,6 @@ def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...
 
 
 def _last_axis(name: str, x: Operand) -> int:
-    """Extent of x's last axis; ValueError if it has none."""
     if not x.shape:
         raise ValueError(f"{name} takes x of shape (..., n), got a tensor without dimensions")
     return x.shape[-1]
@@ -317,15 +292,8 @@ def tensor_layer_norm_backward(
 def rms_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
 ) -> tuple[Any, Tensor]:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
-
-    Args:
-        x: (..., n), float32, float16 or bfloat16.
-        gamma: n elements.
-
-    Returns:
-        The result, and the reciprocal root mean square of each row in float32.
-    """
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019). Returns the result, and the
+    reciprocal root mean square of each row in float32."""
     (xo,) = float_operands(casting, x)
     (go,) = _parameters_of("rms_norm", xo, _last_axis("rms_norm", xo), gamma)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
@@ -354,9 +322,7 @@ def tensor_rms_norm_backward(
 
 
 @implements("netcl.autograd.l2_normalize", uses=(rows_ops, permute))
-def l2_normalize(
-    casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None
-) -> Any:  # fmt: skip
+def l2_normalize(casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None) -> Any:
     """``X / (|X| + eps)`` along an axis."""
     (xo,) = float_operands(casting, X)
     eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))

@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
+from clamp.casting.operands import Casting, Operand, as_node, bound, owned_value
 from clamp.casting.registry import implements
 from clamp.functions.recompute import computed
 from clamp.ops import concat
@@ -30,19 +30,13 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
     return bound(out, {operand: gradient}, op_name, tape, moves=True)
 
 
-def _shape_of(x: Any) -> tuple[int, ...]:
-    value = as_node(x).value
-    if not isinstance(value, Tensor):
-        raise NotOwned
-    return tuple(int(extent) for extent in value.shape)
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an argument that clamp's kernels can read."""
+    return tuple(int(extent) for extent in owned_value(as_node(x)).shape)
 
 
 def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]:
-    """A shape with its -1 filled in.
-
-    Raises:
-        ValueError: two are -1, another extent is negative, or the number of elements differs.
-    """
+    """A shape with its -1 filled in."""
     if not isinstance(shape, Iterable) or isinstance(shape, str):
         raise TypeError(f"{name}: shape is {shape!r}; pass a tuple of whole numbers")
     shape = tuple(shape)
@@ -59,40 +53,28 @@ def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]
 
 @implements("netcl.autograd.reshape", uses=())
 def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
-    """x under another shape of as many elements; one extent may be -1.
-
-    Raises:
-        ValueError: the number of elements differs, or two extents are -1.
-    """
-    return view(casting, x, _resolved("reshape", _shape_of(x), shape), "reshape", tape)
+    """x under another shape of as many elements; one extent may be -1."""
+    return view(casting, x, _resolved("reshape", shape_of(x), shape), "reshape", tape)
 
 
 @implements("netcl.autograd.flatten", uses=())
 def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
     """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
-    return view(casting, x, _resolved("flatten", _shape_of(x), shape), "flatten", tape)
+    return view(casting, x, _resolved("flatten", shape_of(x), shape), "flatten", tape)
 
 
 @implements("netcl.autograd.unsqueeze", uses=())
 def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> Any:
-    """x with an axis of extent 1 more, at ``axis`` of the result.
-
-    Raises:
-        ValueError: the result has no such axis.
-    """
-    shape = _shape_of(x)
+    """x with an axis of extent 1 more, at ``axis`` of the result."""
+    shape = shape_of(x)
     axis = axis_of("unsqueeze", axis, len(shape) + 1)
     return view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
 
 
 @implements("netcl.autograd.squeeze", uses=())
 def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None = None) -> Any:
-    """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left).
-
-    Raises:
-        ValueError: there is no such axis, or its extent is not 1.
-    """
-    shape = _shape_of(x)
+    """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left)."""
+    shape = shape_of(x)
     if axis is None:
         return view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
     axis = axis_of("squeeze", axis, len(shape))
@@ -103,11 +85,7 @@ def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None
 
 @implements("netcl.autograd.permute", "netcl.ops.permute.permute", uses=(ops, cast))
 def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = None) -> Any:
-    """A copy of x with its axes in the order ``dims``; any number of axes.
-
-    Raises:
-        ValueError: dims is no permutation of x's axes.
-    """
+    """A copy of x with its axes in the order ``dims``; any number of axes."""
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
@@ -137,19 +115,18 @@ def stretches_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
 
 
-@implements("netcl.autograd.cat", uses=(concat,))
-def cat(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
-    """The tensors one after the other along an axis. Backward gives each its own stretch, in its own dtype.
-
-    Args:
-        tensors: at least one, float32, float16 or bfloat16 in any mixture, or all int32; all extents but that of the
-            axis agree.
-
-    Raises:
-        ValueError: there is no tensor, no such axis, or the shapes do not fit.
-        TypeError: integers and floating tensors together.
-    """
-    return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
+@implements("netcl.autograd.cat", "netcl.ops.tensor_ops.cat", uses=(concat,))
+def cat(
+    casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None, *, out: Tensor | None = None
+) -> Any:
+    """The tensors, floating or all int32, one after the other along an axis; all extents but that of the axis agree.
+    Bare ones into ``out`` if it is given, of the result's shape and dtype. Backward gives each its own stretch."""
+    tensors = list(tensors)
+    if out is None or not tensors:
+        return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
+    operands = casting.operands(*(as_node(x) for x in tensors))
+    dtype = moved_dtype(casting, "cat", *operands)
+    return concat.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))
 
 
 @implements("netcl.autograd.stack", uses=(concat,))
@@ -194,23 +171,8 @@ def _joined(
 
 @implements("netcl.ops.transpose.transpose2d", uses=(ops, cast))
 def tensor_transpose2d(casting: Casting, x: Any) -> Any:
-    """Transpose of a bare matrix.
-
-    Raises:
-        ValueError: x has not two dimensions.
-    """
+    """Transpose of a bare matrix."""
     (operand,) = casting.operands(as_node(x))
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")
     return ops.permute(operand.value, (1, 0))
-
-
-@implements("netcl.ops.tensor_ops.cat", uses=(concat,))
-def tensor_cat(casting: Casting, tensors: Sequence[Tensor], axis: int = 0, out: Tensor | None = None) -> Any:
-    """``cat`` of bare tensors, into ``out`` if it is given (of the result's shape and dtype)."""
-    tensors = list(tensors)
-    if out is None or not tensors:
-        return cat(casting, tensors, axis)
-    operands = casting.operands(*(as_node(x) for x in tensors))
-    dtype = moved_dtype(casting, "cat", *operands)
-    return concat.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))

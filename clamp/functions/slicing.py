@@ -19,7 +19,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
 from clamp.casting.registry import implements
-from clamp.functions.shape import moved_dtype, stretches_of, view
+from clamp.functions.shape import moved_dtype, shape_of, stretches_of, view
 from clamp.ops import concat as ops
 from clamp.ops.arguments import around_axis, axis_of, whole_number
 from clamp.ops.concat import Part
@@ -143,7 +143,7 @@ def _along(
     casting: Casting, x: Any, axis: int, stretches: Sequence[tuple[int, int]], name: str, tape: Tape | None
 ) -> list[Any]:
     """Slices of x along one axis."""
-    shape = _shape_of(x)
+    shape = shape_of(x)
     axis = axis_of(name, axis, len(shape))
     for start, length in stretches:
         ops.require_inside(shape, axis, start, length, name)
@@ -153,37 +153,28 @@ def _along(
     return _sliced(casting, x, rows, extent * inner, flat, shapes, name, tape)
 
 
-def _shape_of(x: Any) -> tuple[int, ...]:
-    return tuple(owned_value(as_node(x)).shape)
-
-
-@implements("netcl.autograd.narrow")
-def narrow(casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None) -> Any:
-    """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end).
-
-    Raises:
-        ValueError: there is no such axis, or the places are not all inside it.
-    """
-    start, length = _from_front(x, axis, start), whole_number("narrow", "length", length, 0)
+@implements("netcl.autograd.narrow", "netcl.ops.tensor_ops.narrow")
+def narrow(
+    casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None, *, out: Tensor | None = None
+) -> Any:
+    """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end). Of a bare
+    tensor into ``out`` if it is given, of the result's shape and dtype."""
+    shape, start = shape_of(x), whole_number("narrow", "start", start)
+    start += shape[axis_of("narrow", axis, len(shape))] if start < 0 else 0
+    if out is not None:
+        (operand,) = casting.operands(as_node(x))
+        dtype = moved_dtype(casting, "narrow", operand)
+        return ops.split(operand.value, axis, [(start, int(length))], out_dtypes=[dtype], outs=[owned_value(out)])[0]
+    length = whole_number("narrow", "length", length, 0)
     return _along(casting, x, axis, [(start, length)], "narrow", tape)[0]
-
-
-def _from_front(x: Any, axis: int, start: int) -> int:
-    shape = _shape_of(x)
-    start = whole_number("narrow", "start", start)
-    return start + (shape[axis_of("narrow", axis, len(shape))] if start < 0 else 0)
 
 
 @implements("netcl.autograd.split")
 def split(
     casting: Casting, x: Any, split_size_or_sections: int | Sequence[int], axis: int = 0, tape: Tape | None = None
 ) -> list[Any]:
-    """x cut along an axis into pieces of one size (the last may be smaller), or of the sizes given.
-
-    Raises:
-        ValueError: there is no such axis, the size is not positive, or the sizes do not sum to the extent.
-    """
-    shape = _shape_of(x)
+    """x cut along an axis into pieces of one size (the last may be smaller), or of the sizes given."""
+    shape = shape_of(x)
     extent = shape[axis_of("split", axis, len(shape))]
     if isinstance(split_size_or_sections, Sequence):
         sizes = [whole_number("split", "a section's size", size, 0) for size in split_size_or_sections]
@@ -196,13 +187,9 @@ def split(
 
 @implements("netcl.autograd.chunk")
 def chunk(casting: Casting, x: Any, chunks: int, axis: int = 0, tape: Tape | None = None) -> list[Any]:
-    """x cut along an axis into at most ``chunks`` pieces of one size (the last may be smaller).
-
-    Raises:
-        ValueError: there is no such axis, or ``chunks`` is not positive.
-    """
+    """x cut along an axis into at most ``chunks`` pieces of one size (the last may be smaller)."""
     chunks = whole_number("chunk", "chunks", chunks, 1)
-    shape = _shape_of(x)
+    shape = shape_of(x)
     extent = shape[axis_of("chunk", axis, len(shape))]
     sizes = _pieces_of(extent, max(1, -(-extent // chunks)))
     return _along(casting, x, axis, stretches_of(sizes), "chunk", tape)
@@ -218,13 +205,8 @@ def getitem(casting: Casting, x: Any, key: Any, tape: Tape | None = None) -> Any
 
     Neighbouring axes of which the first has one place left, or the second all, are cut at once: ``x[i]``, ``x[:, i]``
     and ``x[i, j]`` are one copy each, ``x[:, i:j, k]`` is two. Where nothing is cut off, x itself is returned.
-
-    Raises:
-        IndexError: too many indices, or one out of range.
-        NotImplementedError: a slice with a step.
-        TypeError: another kind of index.
     """
-    shape = _shape_of(x)
+    shape = shape_of(x)
     stretches, dropped = _parse(key, shape)
     groups: list[tuple[int, int, int]] = []  # extent, start, length
     for extent, (start, length) in zip(shape, stretches, strict=True):
@@ -281,25 +263,9 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-@implements("netcl.ops.tensor_ops.narrow")
-def tensor_narrow(casting: Casting, x: Tensor, axis: int, start: int, length: int, out: Tensor | None = None) -> Any:
-    """``narrow`` of a bare tensor, into ``out`` if it is given (of the result's shape and dtype)."""
-    if out is None:
-        return narrow(casting, x, axis, start, length)
-    (operand,) = casting.operands(as_node(x))
-    dtype = moved_dtype(casting, "narrow", operand)
-    at = (_from_front(x, axis, start), int(length))
-    return ops.split(operand.value, axis, [at], out_dtypes=[dtype], outs=[owned_value(out)])[0]
-
-
 @implements("netcl.ops.tensor_ops.write_into", uses=(ops,))
 def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, start: int) -> Tensor:
-    """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst.
-
-    Raises:
-        ValueError: there is no such axis, src does not fit there, or their other extents differ.
-        TypeError: one is int32 and the other floating.
-    """
+    """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst."""
     target, x = owned_value(as_node(dst)), owned_value(as_node(src))
     moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
     bridge.require_same_queue("write_into", target, x)
