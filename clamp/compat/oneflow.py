@@ -32,10 +32,10 @@ from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import InPlace, Replayable
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
-from clamp.scaling.backward_pass import PassGradients, tokens
+from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
-from clamp.scaling.scaled_loss import ScaledLoss, as_pass, check_loss, require_graph
+from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, StepReport
 
@@ -266,8 +266,8 @@ class Graph:
                 f"{type(self).__name__}.build ran no loss.backward(), and there is an optimizer to step: call it "
                 "on the loss (tape.backward(loss) would not scale it)"
             )
-        pairs = [pair for optimizer in self._optimizers for pair in PassGradients([optimizer]).delivered()]
-        host_step(partial(self._step, pairs, tokens(self._all_guards())))
+        delivered = gradient_marks.snapshot(PassGradients(self._optimizers).tensors)
+        host_step(partial(self._step, delivered, [guard.token for guard in self._all_guards()]))
         return outputs
 
     def _backward(self, loss: Node, grad: Tensor | None = None) -> None:
@@ -276,8 +276,7 @@ class Graph:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         require_graph(loss)
-        scaled = ScaledLoss(loss, self._scaler)
-        with as_pass(scaled_pass)(scaled, self._optimizers, self._all_guards()) as scaled_loss:
+        with as_pass(scaled_pass)(loss, self._scaler, self._optimizers, self._all_guards()) as scaled_loss:
             Tape(retain_grads=False).backward(scaled_loss)
         self._passes += 1
 
@@ -285,7 +284,8 @@ class Graph:
         return [self._guards.of(optimizer) for optimizer in self._optimizers]
 
     def _step(self, delivered: Sequence[gradient_marks.Held], then: Sequence[object]) -> None:
-        gradient_marks.restore(delivered, dict(zip(then, tokens(self._all_guards()), strict=True)))
+        now = [guard.token for guard in self._all_guards()]
+        gradient_marks.restore(delivered, dict(zip(then, now, strict=True)))
         for optimizer in self._optimizers:
             self._guards.of(optimizer).step(optimizer.step)
 

@@ -85,7 +85,7 @@ def dry_run(
             undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
         for guard in guards:
-            undo.callback(guard.put_back, guard.pending)
+            undo.callback(setattr, guard, "pending", guard.pending)
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
         for tensor in _trained(guards, [*reached, *in_modules]):
             undo.callback(_set_gradient, tensor, tensor.grad, last_shared(tensor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import pyopencl as cl
 
@@ -19,9 +19,6 @@ from clamp.params.masters import Pair
 from clamp.params.writes import writes
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
-
-ScalerOf = Callable[[cl.CommandQueue], LossScale]
-Found: TypeAlias = tuple[Tensor, Tensor, Tensor]  # master, model, gradient
 
 
 class Averaging(Protocol):
@@ -116,10 +113,7 @@ class PassGradients:
         return PassGradients(self._optimizers, self._of_all)
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
-        """See :class:`clamp.params.delivery.Waiting`."""
-        slot = self._by_model.get(id(leaf))
-        if slot is None and self._of_all:
-            slot = self._take_in(leaf, grad)
+        slot = self._slot_of(leaf, grad)
         if slot is None:
             return False
         slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
@@ -128,7 +122,6 @@ class PassGradients:
     def ran(
         self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
     ) -> None:
-        """See :class:`clamp.params.delivery.Waiting`."""
         self._ran.append(_Run(reached, before, root, again, [leaf.grad for leaf in reached], writes.now))
 
     @property
@@ -165,14 +158,15 @@ class PassGradients:
     def _note_came(self) -> None:
         for run in self._ran if self._of_all else ():
             for leaf in run.reached:
-                if id(leaf) not in self._by_model:
-                    self._take_in(leaf, run.before.get(id(leaf)))
+                self._slot_of(leaf, run.before.get(id(leaf)))
         self._came = [slot.model.grad for slot in self._slots]
 
-    def _take_in(self, leaf: Tensor, before: Tensor | None) -> _Slot:
-        """What no optimizer of the pass has is a parameter of it from here on."""
-        slot = self._by_model[id(leaf)] = _Slot(leaf, leaf, before)
-        self._slots.append(slot)
+    def _slot_of(self, leaf: Tensor, before: Tensor | None) -> _Slot | None:
+        """What no optimizer of a pass that divides all has is a parameter of it from the first time on."""
+        slot = self._by_model.get(id(leaf))
+        if slot is None and self._of_all:
+            slot = self._by_model[id(leaf)] = _Slot(leaf, leaf, before)
+            self._slots.append(slot)
         return slot
 
     def average(self, ranks: Averaging, scaler: LossScale) -> None:
@@ -199,13 +193,9 @@ class PassGradients:
             masters.share_gradient(slot.master, slot.model)
 
     @property
-    def left(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Parameters, and masters, each with the gradient that it has now, if any."""
-        return [(tensor, tensor.grad) for slot in self._slots for tensor in (slot.master, slot.model)]
-
-    def delivered(self) -> list[gradient_marks.Held]:
-        """Parameters, and masters, with the gradients they have now."""
-        return gradient_marks.snapshot(tensor for slot in self._slots for tensor in (slot.master, slot.model))
+    def tensors(self) -> list[Tensor]:
+        """Parameters, and masters."""
+        return [tensor for slot in self._slots for tensor in (slot.master, slot.model)]
 
     def require_any(self, scaler: LossScale, ran: bool) -> None:
         """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing.
@@ -246,18 +236,13 @@ class PassGradients:
         others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]
         waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
         came = [grad for grad in reached if grad is not None]
-        true = unscale_all([*came, *waiting], scaler, frozenset(tokens(guards)), elsewhere=waiting)
+        true = unscale_all([*came, *waiting], scaler, frozenset(x.token for x in guards), elsewhere=waiting)
         for slot, grad, other in zip(self._slots, reached, others, strict=True):
             now = None if grad is None else true[id(grad)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
             if slot.model is not slot.master:
                 masters.share_gradient(slot.master, slot.model)
-
-
-def tokens(guards: Iterable[StepGuard]) -> list[object]:
-    """The guards' tokens, by which marks of gradients name them until their next steps."""
-    return [guard.token for guard in guards]
 
 
 def unscale_all(
@@ -309,7 +294,7 @@ def unscale_all(
 
 
 def unscale_gradients(
-    found: Iterable[Pair], scaler_of: ScalerOf, heard: frozenset[object] = frozenset()
+    found: Iterable[Pair], scaler_of: Callable[[cl.CommandQueue], LossScale], heard: frozenset[object] = frozenset()
 ) -> tuple[list[LossScale], int]:
     """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
 
@@ -329,9 +314,12 @@ def unscale_gradients(
         RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
     """
     count = 0
-    by_queue: dict[cl.CommandQueue, list[Found]] = {}
+    by_queue: dict[cl.CommandQueue, list[tuple[Tensor, Tensor, Tensor]]] = {}  # master, model, gradient
     for index, (master, model) in enumerate(found):
-        grad = _gradient(master, model)
+        grad = model.grad  # what backward left
+        if model is not master and (master.grad is not None or grad is None):
+            masters.gather(master, model)
+            grad = master.grad
         if grad is None:
             continue
         count += 1
@@ -347,30 +335,17 @@ def unscale_gradients(
             by_queue.setdefault(grad.queue, []).append((master, model, grad))
     scalers = [scaler_of(queue) for queue in by_queue]
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
-        _require_its_own(entries, scaler)
+        for master, _, grad in entries:
+            scale = gradient_marks.scale_of(grad)
+            if scale is not None and not scaler.made(scale):  # which would not hear of an overflow
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
+                    "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or "
+                    "leave `with handle.scale_loss(...)` first"
+                )
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
         true = unscale_all([grad for _, _, grad in entries], scaler, heard)
         for master, model, grad in entries:
             master.grad = true[id(grad)]
             masters.share_gradient(master, model)
     return scalers, count
-
-
-def _gradient(master: Tensor, model: Tensor) -> Tensor | None:
-    """The gradient of a parameter: what backward left, or one in float32 if there is more than that."""
-    if model is not master and (master.grad is not None or model.grad is None):
-        masters.gather(master, model)
-        return master.grad
-    return model.grad
-
-
-def _require_its_own(entries: Iterable[Found], scaler: LossScale) -> None:
-    """Raises RuntimeError where a gradient belongs to another scaler, which would not hear of an overflow."""
-    for master, _, grad in entries:
-        scale = gradient_marks.scale_of(grad)
-        if scale is not None and not scaler.made(scale):
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(master.shape)} is multiplied by the scale of another "
-                "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or leave "
-                "`with handle.scale_loss(...)` first"
-            )

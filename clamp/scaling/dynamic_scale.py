@@ -58,11 +58,6 @@ class ScaleRule:
         if positive(name["min"], self.min) > positive(name["max"], self.max):
             raise ValueError(f"{name['min']} {self.min!r} is above {name['max']} {self.max!r}")
 
-    @property
-    def arguments(self) -> tuple[float, ...]:
-        """Its numbers, in the order of the kernels."""
-        return self.growth, self.backoff, self.interval, self.hysteresis, self.min, self.max
-
 
 DEFAULT_RULE = ScaleRule()
 
@@ -133,10 +128,15 @@ class DynamicLossScale(LossScale):
     @property
     def _arguments(self) -> tuple[float, ...]:
         """The rule's numbers, as kernels take them."""
-        if not self.lifts:
-            return self.rule.arguments
-        *others, min_scale, max_scale = self.rule.arguments
-        return (*others, -min_scale, max_scale)
+        rule = self.rule
+        return (
+            rule.growth,
+            rule.backoff,
+            rule.interval,
+            rule.hysteresis,
+            -rule.min if self.lifts else rule.min,
+            rule.max,
+        )
 
     def adjust(self) -> None:
         self._state.launch(ADJUST, *self._arguments)
@@ -186,21 +186,13 @@ def settle_late() -> None:
 
 
 def forget_late() -> None:
-    """Nobody will hear any more what has become of this thread's passes."""
+    """Nobody hears what has become of this thread's passes."""
     _thread.late.clear()
 
 
 def make_loss_scale(loss_scale: str | float | ScaleRule, dtype: str) -> LossScale:
-    """The loss scale for an AMP dtype.
-
-    Args:
-        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, a rule for one that moves by it, or
-            a number: a static scale.
-        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-
-    Raises:
-        ValueError: neither argument is any of these, or the number is not finite and positive.
-    """
+    """The loss scale for an AMP dtype: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, a rule for one
+    that moves by it, or a number, finite and positive: a static scale."""
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
     if loss_scale == "auto":

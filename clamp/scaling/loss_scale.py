@@ -67,7 +67,6 @@ def _check_dtype(dtype: str) -> None:
 
 
 def check_masks(mask: int, fresh: int) -> None:
-    """Raises ValueError where mask has no bit or more than 32, or fresh has one that mask has not."""
     if not 0 < mask < 1 << _OPTIMIZERS:
         raise ValueError(f"mask must have between 1 and {_OPTIMIZERS} bits, not {mask:#b}")
     if fresh & ~mask:
@@ -75,7 +74,6 @@ def check_masks(mask: int, fresh: int) -> None:
 
 
 def _parse_state(state: Mapping[str, Any]) -> ScaleState:
-    """The content of a ``state_dict``; raises as ``load_state_dict`` does."""
     require_state(state, "state_dict()")
     if not state:
         raise RuntimeError("the state dict is empty: it was saved while loss scaling was disabled")
@@ -157,27 +155,19 @@ class LossScale(bridge.Listed):
         return self.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss * scale`` as a float32 tensor of the loss's shape.
-
-        Args:
-            loss: float32, float16 or bfloat16.
-
-        Raises:
-            TypeError: the loss has another dtype.
-            ValueError: it is on another queue than before.
-        """
+        """``loss * scale`` as a float32 tensor of its shape, of a loss in float32, float16 or bfloat16; all losses are
+        on one queue."""
         _check_dtype(loss.dtype)
         return self._state.multiply(loss, "float32")
 
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
     ) -> None:
-        """``targets[i] = sources[i] / scale`` in float32; remembers whether any result is inf or nan.
+        """``targets[i] = sources[i] / scale`` in float32 (``clamp.ops.multi_tensor.unscale_``); remembers whether any
+        result is inf or nan.
 
         Args:
             applied: the scale to divide by where it is not this one's as it is now: an earlier one, or another's.
-
-        See :func:`clamp.ops.multi_tensor.unscale_` for what it accepts and raises.
         """
         if sources or targets:
             queue = (*sources, *targets)[0].queue
@@ -208,9 +198,6 @@ class LossScale(bridge.Listed):
         Args:
             mask: bits of the optimizers whose gradients the pass reached, 1 to 2**32 - 1.
             fresh: those among them that this was the first pass for since their last step.
-
-        Raises:
-            ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
         check_masks(mask, fresh)
         if self.scales:
@@ -266,13 +253,8 @@ class LossScale(bridge.Listed):
         return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do.
-
-        Raises:
-            TypeError: it is no dict.
-            RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
-            ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
-        """
+        """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do. Where it
+        is none, is empty (saved while loss scaling was disabled), or malformed, nothing is changed."""
         saved = _parse_state(state)
         self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
         self.changes += 1

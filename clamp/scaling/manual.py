@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from clamp.interrupts import uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
-from clamp.scaling.backward_pass import tokens, unscale_gradients
+from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.scaled_loss import scaled_node
@@ -176,21 +176,16 @@ class ManualScaling:
         found = masters.pairs(optimizer)
         lost_bits = not self._lost_bits and gradient_marks.lost_bits(model for _, model in found)
         with scale_lock, uninterrupted():
-            heard = tokens([round_.guard])
-            scalers, checked = unscale_gradients(found, self.scale_on, frozenset(heard))
+            token = round_.guard.token
+            scalers, checked = unscale_gradients(found, self.scale_on, frozenset((token,)))
             held = gradient_marks.snapshot(x for pair in found for x in pair) if recorder() is not None else []
-            host_step(partial(self._unscaled, optimizer, scalers, checked, held, heard))
+            host_step(partial(self._unscaled, optimizer, scalers, checked, held, token))
         if lost_bits:
             self._lost_bits = True  # one warning will do
             warn_of_lost_bits()
 
     def _unscaled(
-        self,
-        optimizer: Any,
-        scalers: list[LossScale],
-        checked: int,
-        held: Iterable[gradient_marks.Held],
-        then: Sequence[object],
+        self, optimizer: Any, scalers: list[LossScale], checked: int, held: Iterable[gradient_marks.Held], then: object
     ) -> None:
         """Notes that an optimizer's gradients have been divided, in each replay of a recording as well.
 
@@ -200,7 +195,7 @@ class ManualScaling:
         """
         round_ = self._round(optimizer)
         guard = round_.guard
-        gradient_marks.restore(held, dict(zip(then, tokens([guard]), strict=True)))
+        gradient_marks.restore(held, {then: guard.token})
         for scaler in scalers:
             scaler.assign(guard.mask, fresh=guard.mask)
             guard.passed(scaler)

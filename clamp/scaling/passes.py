@@ -23,26 +23,28 @@ from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery, gradient_marks
 from clamp.params.weight_cache import weights
-from clamp.scaling.backward_pass import Averaging, PassGradients, tokens
+from clamp.scaling.backward_pass import Averaging, PassGradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.repeats import Repeat, Repeats, backward_again, in_turn
-from clamp.scaling.scaled_loss import OptimWrapper, ScaledLoss, as_pass, check_loss, require_graph
+from clamp.scaling.scaled_loss import OptimWrapper, as_pass, check_loss, require_graph, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, listed, warn_user
 
 
 def scaled_pass(
-    loss: ScaledLoss, optimizers: Sequence[Any], guards: Sequence[StepGuard], scaling: PassScaling | None = None
-) -> Generator[Node, None, None]:
+    loss: Node, scaler: LossScale, optimizers: Sequence[Any], guards: Sequence[StepGuard],
+    scaling: PassScaling | None = None,
+) -> Generator[Node, None, None]:  # fmt: skip
     """One scaled backward pass, for ``as_pass``, whose ``with`` runs it from what this yields.
 
     At the end of the ``with`` gradients are divided by the scale, the scale moves, and the optimizers know which scale
     their steps depend on. An error leaves gradients, scale and counters as they were.
 
     Args:
-        loss: with the scale on its queue.
+        loss: one element, on an OpenCL device, with a graph.
+        scaler: the scale on its queue.
         optimizers: those whose parameters it is to reach.
         guards: theirs.
         scaling: of the handle whose pass this is.
@@ -50,13 +52,14 @@ def scaled_pass(
     Raises:
         RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
-    ranks, scaler = None if scaling is None else scaling.ranks, loss.scaler
+    ranks = None if scaling is None else scaling.ranks
     repeats: Repeats | None = None
+    has_run: list[None] = []
     reached = PassGradients(optimizers, of_all=scaling is not None and scaling.divides_all)
     with undone_by_error(reached.put_back):
-        reached.refused = loss.unscaled
+        reached.refused = loss if scaler.scales else None
         with delivery.waiting_in(reached):
-            yield loss.node()
+            yield scaled_node(loss, scaler, partial(has_run.append, None))  # held by nobody here: it is freed at once
         reached.refused = None
         if scaling is not None and not scaling.is_active:
             raise RuntimeError(
@@ -65,7 +68,7 @@ def scaled_pass(
             )
         if ranks is not None:
             reached.average(ranks, scaler)
-        reached.require_any(scaler, ran=ranks is not None or loss.has_run)
+        reached.require_any(scaler, ran=ranks is not None or bool(has_run))
         if scaling is not None and (others := reached.others):
             scaling.warn_of_unnamed(others)
         with scale_lock, uninterrupted():
@@ -79,14 +82,14 @@ def scaled_pass(
                     backwards = reached.backwards
                     repeat = partial(in_turn, [*backwards, *launches]) if backwards else None
                     reached.forget_graphs()
-                    delivered = reached.delivered()
-                    then = tokens(guards)
+                    delivered = gradient_marks.snapshot(reached.tensors)
+                    then = [guard.token for guard in guards]
                     host_step(partial(_end_again, loss.value, guards, then, scaler, delivered, repeat, scaling))
             except BaseException:
                 scaler.forget_found()
                 raise
         if repeats is not None:
-            repeats.settle(partial(end_pass, guards, scaler), lambda: reached.left)
+            repeats.settle(partial(end_pass, guards, scaler), lambda: [(x, x.grad) for x in reached.tensors])
     weights.clear()
 
 
@@ -102,12 +105,13 @@ def _end_again(
     """Ends a scaled pass while it is recorded, and each replay of it."""
 
     def end() -> None:
-        gradient_marks.restore(delivered, dict(zip(then, tokens(guards), strict=True)))
+        gradient_marks.restore(delivered, dict(zip(then, [guard.token for guard in guards], strict=True)))
         end_pass(guards, scaler)
 
     repeats = None
     if scaling is not None:
-        scaling.begin("the replay of a scaled backward pass")
+        scaling.require_active("the replay of a scaled backward pass")
+        scaling._shown = None
         repeats = scaling.repeats(loss, scaler, guards, lambda: again)
     end()
     if repeats is not None:
@@ -116,7 +120,7 @@ def _end_again(
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
     """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
-    fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
+    fresh = sum(guard.mask for guard in guards if scaler not in guard.pending)
     scaler.update(sum(guard.mask for guard in guards), fresh)
     for guard in guards:
         guard.passed(scaler)
@@ -165,11 +169,6 @@ class PassScaling:
         self._wrap_step(optimizer)
         return guard
 
-    def begin(self, what: str) -> None:
-        """The handle's own scales rule from here on. Raises RuntimeError where the handle is shut down."""
-        self.require_active(what)
-        self._shown = None
-
     def require_active(self, what: str) -> None:
         """Raises RuntimeError where the handle is shut down."""
         if not self.is_active:
@@ -180,7 +179,15 @@ class PassScaling:
     def pass_of(self, loss: Node, optimizer: Any, loss_id: int) -> AbstractContextManager[Node]:
         """See ``AmpHandle.scale_loss``."""
         with self._checks():
-            optimizers = self._named(optimizer)
+            self.require_active("scale_loss")
+            if self.wrapped:
+                raise RuntimeError(
+                    "handle.scale_loss cannot be used after handle.wrap_optimizer: call optimizer.scale_loss(loss) "
+                    "on the wrapped optimizer, for every loss"
+                )
+            optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+            if not optimizers:
+                raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
             if loss_id not in range(len(self.own)):
                 raise ValueError(
                     f"loss_id must be from 0 to {len(self.own) - 1}, got {loss_id!r}: "
@@ -192,19 +199,6 @@ class PassScaling:
         """Around checks before a pass: after ``distribute`` the other ranks wait in theirs, and hear of an error."""
         return nullcontext() if self.ranks is None else self.ranks.checks()
 
-    def _named(self, optimizer: Any) -> list[Any]:
-        """The optimizers that ``scale_loss`` was given."""
-        self.require_active("scale_loss")
-        if self.wrapped:
-            raise RuntimeError(
-                "handle.scale_loss cannot be used after handle.wrap_optimizer: call optimizer.scale_loss(loss) "
-                "on the wrapped optimizer, for every loss"
-            )
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ValueError("scale_loss got an empty list of optimizers: pass the optimizers that will step")
-        return optimizers
-
     @as_pass
     def _pass(self, loss: Node, optimizers: Sequence[Any], scaler: LossScale) -> Generator[Node, None, None]:
         with nullcontext() if self.ranks is None else self.ranks.one_pass():
@@ -215,8 +209,7 @@ class PassScaling:
                 require_graph(loss)
                 self._shown = None
                 host_step(settle_late)
-                scaled = ScaledLoss(loss, self._on(loss.value.queue, scaler))
-                yield from scaled_pass(scaled, optimizers, guards, self)
+                yield from scaled_pass(loss, self._on(loss.value.queue, scaler), optimizers, guards, self)
                 return
             if self.ranks is not None:
                 raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")

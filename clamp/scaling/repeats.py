@@ -42,7 +42,7 @@ class Repeats:
         self._before = scaler.verdict()
         self._pending = [(guard.pending, guard.passes) for guard in guards]
         self._mask = sum(guard.mask for guard in guards)
-        fresh = sum(guard.mask for guard in guards if guard.is_fresh(scaler))
+        fresh = sum(guard.mask for guard in guards if scaler not in guard.pending)
         self._is_skipped = bool(self._before.overflow & self._mask & ~fresh)  # the step, whatever this pass finds
         self._tried = 0
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
@@ -177,16 +177,14 @@ class Repeats:
 
     def _rewind(self, state: ScaleState, found: int = 0) -> None:
         self._scaler.rewind(state, found)
-        for guard, (pending, passes) in zip(self._guards, self._pending, strict=True):
-            guard.put_back(pending)
-            guard.passes = passes
+        for guard, before in zip(self._guards, self._pending, strict=True):
+            guard.pending, guard.passes = before
 
 
 def backward_again(
     reached: PassGradients, scaler: LossScale, guards: Sequence[StepGuard], ranks: Averaging | None
 ) -> Repeat | None:
-    """Returns what runs the backward of a pass again, from the gradients of before it, and divides what comes; None
-    where nothing does."""
+    """Returns what ``Repeats`` finds for a pass that is not recorded."""
     backwards = reached.backwards
 
     def again() -> None:
@@ -204,6 +202,5 @@ def backward_again(
 
 
 def in_turn(calls: Iterable[Repeat]) -> None:
-    """Makes these calls."""
     for call in calls:
         call()

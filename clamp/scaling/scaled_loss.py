@@ -25,11 +25,7 @@ SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
 
 
 def check_loss(loss: Any) -> None:
-    """A loss that can be scaled is a recorded node of one floating element.
-
-    Raises:
-        TypeError, ValueError: it is not; the message says what it is.
-    """
+    """Raises TypeError or ValueError unless a loss can be scaled: it is a recorded node of one floating element."""
     if not isinstance(loss, Node) or not isinstance(loss.value, Tensor):
         hint = (
             " (a bare Tensor: it was computed under no_grad, or from bare Tensors)" if isinstance(loss, Tensor) else ""
@@ -83,36 +79,6 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
     return made
 
 
-class ScaledLoss:
-    """The loss of a pass, with the scale that it is multiplied by. It holds no node: what refers to one is freed late.
-
-    Attributes:
-        scaler: that scale.
-        has_run: whether a backward has run from the scaled node.
-
-    Args:
-        loss: one element, on an OpenCL device, with a graph.
-    """
-
-    def __init__(self, loss: Node, scaler: LossScale) -> None:
-        self._loss, self.scaler, self.has_run = loss, scaler, False
-
-    @property
-    def unscaled(self) -> Node | None:
-        """The loss, from which no backward may run as long as it is scaled; None where nothing is scaled."""
-        return self._loss if self.scaler.scales else None
-
-    @property
-    def value(self) -> Tensor:
-        """The loss's value."""
-        value: Tensor = self._loss.value
-        return value
-
-    def node(self) -> Node:
-        """The loss times its scale, from which backward is to run."""
-        return scaled_node(self._loss, self.scaler, partial(setattr, self, "has_run", True))
-
-
 # ---------------------------------------------------------------------------------------------- where backward starts
 
 
@@ -131,7 +97,12 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
         RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
     """
     if not scaled:
-        _refuse_open(root)
+        if any(root is around.refused for around in delivery.passes_around()):
+            raise RuntimeError(
+                "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as "
+                "scaled_loss`: run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). "
+                "The gradients would be divided by a loss scale that they were not multiplied by"
+            )
         return None
     scaler: LossScale = scaled[0].loss_scale
     if scaled[0] is root and len(scaled) == 1:
@@ -183,15 +154,6 @@ def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..
     return begin
 
 
-def _refuse_open(root: Node) -> None:
-    if any(root is around.refused for around in delivery.passes_around()):
-        raise RuntimeError(
-            "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as scaled_loss`: "
-            "run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). The gradients "
-            "would be divided by a loss scale that they were not multiplied by"
-        )
-
-
 # ---------------------------------------------------------------------------------------------- wrapped optimizers
 
 
@@ -201,7 +163,7 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
     ``step`` does nothing if any of the losses since the last step overflowed.
 
     Args:
-        scalers: loss scales, one for each loss of a step.
+        scalers: one for each loss of a step.
         begin: begins a pass: of a loss, an optimizer, after so many since its last step.
     """
 

@@ -64,7 +64,8 @@ class StepGuard(bridge.Listed):
         self._optimizer = weakref.ref(optimizer)
         self.mask = 0  # this optimizer's bit in the overflow word of every scaler, once it has scaled passes
         self._guards = guards
-        self._pending: dict[LossScale, float] = {}  # scalers with a pass since the last step, and their scales then
+        # Scalers with a pass since the last step, in order, each with its scale at the first. Replaced, never changed.
+        self.pending: Mapping[LossScale, float] = {}
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
         self.passes = self.passes_before = 0  # since the last step, and between the two before
         self.repeats = 0  # of backwards since the last step, at lower scales than they began with
@@ -80,25 +81,12 @@ class StepGuard(bridge.Listed):
         """The guarded optimizer; None once it is gone."""
         return self._optimizer()
 
-    def is_fresh(self, scaler: LossScale) -> bool:
-        """Returns whether this scaler has had no pass for this optimizer since its last step."""
-        return scaler not in self._pending
-
     def passed(self, scaler: LossScale) -> None:
         """A scaled backward pass has reached this optimizer's parameters."""
-        # The host's last word of the scale: another optimizer's step, which reads it, may come before this one's.
-        self._pending.setdefault(scaler, scaler.last_seen)
+        if scaler not in self.pending:
+            # The host's last word of the scale: another optimizer's step, which reads it, may come before this one's.
+            self.pending = {**self.pending, scaler: scaler.last_seen}
         self.passes += 1
-
-    def put_back(self, pending: Mapping[LossScale, float]) -> None:
-        """Sets what ``pending`` was before, after passes that are not to count."""
-        self._pending = dict(pending)
-
-    @property
-    def pending(self) -> dict[LossScale, float]:
-        """The scalers that have had a pass for this optimizer since its last step, in order, each with its scale at
-        the first."""
-        return dict(self._pending)
 
     def step(
         self, run: Callable[[], Any], *, scale_stays: bool = False, prepare: Callable[[], Any] | None = None,
@@ -124,7 +112,7 @@ class StepGuard(bridge.Listed):
                 settle_late()
                 _withheld.instead(self.optimizer, is_plain)
             return None
-        pending, optimizer = list(self._pending), self.optimizer
+        pending, optimizer = list(self.pending), self.optimizer
         found = masters.split(optimizer)
         params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
         if prepare is not None and pending and not found:  # masters get their gradients only if the step is made
@@ -132,13 +120,17 @@ class StepGuard(bridge.Listed):
         settle_late()
         states = [scaler.verdict() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:
-            self._pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
+            self.pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         if not overflowed:
             masters.gather_all(optimizer, found)
-        if not is_vouched(optimizer):  # else an outer guard has told already
+        unchecked: list[Tensor] = []
+        if not is_vouched(optimizer):  # else an outer guard has told already, and looked
             RESULTS.stepping(params)
-        if overflowed or self._guards.found_in(self._unchecked(params)):
+            # Of which this guard has not heard: without a loss scale, made by the user, of another optimizer's pass, or
+            # kept over a step.
+            unchecked = [x.grad for x in params if not gradient_marks.is_known_to(self.token, x.grad)]
+        if overflowed or self._guards.found_in(unchecked):
             index = overflowed[-1] if overflowed else len(states) - 1
             bad = self._skip(params, pending[index] if pending else None, states[index] if states else None)
             self._forget()
@@ -146,8 +138,10 @@ class StepGuard(bridge.Listed):
             self._guards.reports.warn_of_kept(bad)
             return None
         absent = self._names_of_absent(params)
-        moves = not params or any(not _is_idle(param) for param in params)
-        before = self._pending[pending[-1]] if pending else 1.0
+        moves = not params or any(
+            x.grad is not None and not bridge.is_frozen(bridge.model_parameter(x)) for x in params
+        )
+        before = self.pending[pending[-1]] if pending else 1.0
         with uninterrupted():
             result = updates.make(optimizer, found, partial(self._vouching, run))
             self._forget()
@@ -159,13 +153,6 @@ class StepGuard(bridge.Listed):
         warn_of_lost_updates(params)
         return result
 
-    def _unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of which this guard has not heard: without a loss scale, made by the user, of another optimizer's
-        pass, or kept over a step."""
-        if is_vouched(self.optimizer):
-            return []
-        return [param.grad for param in params if not gradient_marks.is_known_to(self.token, param.grad)]
-
     def _vouching(self, run: Callable[[], Any]) -> Any:
         inside = id(self.optimizer) in _vouched
         try:
@@ -176,15 +163,16 @@ class StepGuard(bridge.Listed):
                 _vouched.discard(id(self.optimizer))
 
     def _forget(self) -> None:
-        self._pending = {}
+        self.pending = {}
         self.passes_before, self.passes = self.passes, 0
         self.token = object()
 
     def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> NonFinite:
-        before = 1.0 if scaler is None else self._pending[scaler]
+        before = 1.0 if scaler is None else self.pending[scaler]
         bad = self._non_finite(params)
         scale = 1.0 if state is None else state.scale
-        reason = str(bad) or f"{_kind(state, self.mask)} in the gradients of a backward pass, which are gone"
+        kind = "nan" if state is not None and state.nans & self.mask else "inf"
+        reason = str(bad) or f"{kind} in the gradients of a backward pass, which are gone"
         self._report_skip(reason, scale, before, bad, self._names_of_absent(params))
         stuck = scaler is None or scale <= scaler.floor or bool(bad.kept)
         self._skips_in_vain = self._skips_in_vain + 1 if stuck else 0
@@ -193,7 +181,6 @@ class StepGuard(bridge.Listed):
         return bad
 
     def _non_finite(self, params: Sequence[Tensor]) -> NonFinite:
-        """Counts inf and nan in the gradients of a step that is to be skipped."""
         last, self._last_skip = self._last_skip, object()
         return non_finite(params, last, self._last_skip)
 
@@ -261,27 +248,12 @@ def steps_withheld(instead: Callable[[Any, bool], Any] | None = None) -> Iterato
 
 
 def are_steps_withheld() -> bool:
-    """Returns whether this point is inside of ``steps_withheld``."""
     return _withheld.on
 
 
 def is_vouched(optimizer: Any) -> bool:
     """Returns whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
     return id(optimizer) in _vouched
-
-
-def _is_idle(param: Tensor) -> bool:
-    """Returns whether a step leaves a parameter as it is."""
-    return param.grad is None or bridge.is_frozen(bridge.model_parameter(param))
-
-
-def _is_of_one_rank(param: Tensor) -> bool:
-    """Returns whether a parameter has a gradient that no scaled pass has averaged."""
-    return param.grad is not None and not gradient_marks.is_unscaled(param.grad)
-
-
-def _kind(state: ScaleState | None, mask: int) -> str:
-    return "inf" if state is None or not state.nans & mask else "nan"
 
 
 def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
@@ -324,7 +296,6 @@ class StepGuards(bridge.Listed):
 
     @property
     def _scaled(self) -> list[StepGuard]:
-        """The guards of those that have had a scaled pass."""
         return [guard for guard in self._by_id.values() if guard.mask]
 
     @property
@@ -416,7 +387,9 @@ class StepGuards(bridge.Listed):
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
             )
         guard = self._guard(optimizer)
-        if self.require_scaled and not guard.pending and any(map(_is_of_one_rank, optimizer.params)):
+        if self.require_scaled and not guard.pending and not all(
+            x.grad is None or gradient_marks.is_unscaled(x.grad) for x in optimizer.params
+        ):  # fmt: skip
             raise RuntimeError(
                 "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
                 "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"

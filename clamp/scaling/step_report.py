@@ -139,14 +139,10 @@ class History(Sequence[StepReport]):
             ) from error
         with SummaryWriter(str(folder)) as writer:
             for report in self:
-                scalars = {
-                    "loss_scale": report.scale,
-                    "skipped": not report.stepped,
-                    "infs": report.infs,
-                    "nans": report.nans,
-                }
-                for name, value in scalars.items():
-                    writer.add_scalar(f"amp/{name}", float(value), report.step)
+                writer.add_scalar("amp/loss_scale", report.scale, report.step)
+                writer.add_scalar("amp/skipped", float(not report.stepped), report.step)
+                writer.add_scalar("amp/infs", float(report.infs), report.step)
+                writer.add_scalar("amp/nans", float(report.nans), report.step)
 
 
 @dataclass(frozen=True)
@@ -165,15 +161,12 @@ class NonFinite:
     kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        kinds = [f"{kind} in {count} element{'s' * (count > 1)}" for kind, count in self._counts if count]
+        counts = ("inf", self.infs), ("nan", self.nans)
+        kinds = [f"{kind} in {count} element{'s' * (count > 1)}" for kind, count in counts if count]
         if not kinds:
             return ""
         were = f"; those of {listed(self.kept)} were not finite before this pass: {CLEAR}" if self.kept else ""
         return f"{' and '.join(kinds)} of the gradients of {listed(self.names)}{were}"
-
-    @property
-    def _counts(self) -> tuple[tuple[str, int], ...]:
-        return ("inf", self.infs), ("nan", self.nans)
 
 
 class Reports:
