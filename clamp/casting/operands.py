@@ -283,10 +283,10 @@ def bound(
 def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:
     """The backward of a 16-bit result. Where layers have scales of their own, the gradient comes in float32, and so do
     those go on that are made of it."""
-    scale = delivery.layer_scaling()
-    if scale is None:
+    running = delivery.running
+    if not running.layerwise or running.scale is None:
         return backward(grad)
-    grad, factor = fitted(grad, bridge.canonical_dtype(dtype), scale)
+    grad, factor = fitted(grad, bridge.canonical_dtype(dtype), running.scale)
     return [x if x is None else taken_off(x, factor) for x in backward(grad)]
 
 

@@ -210,7 +210,7 @@ class WeightOperand(_LateOperand):
         weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
 
     def goes(self) -> bool:
-        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.is_last()
+        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.running.is_last()
 
     def drop(self) -> None:
         if self._value is not None:

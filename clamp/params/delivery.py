@@ -58,29 +58,41 @@ class Waiting(Protocol):
         """
 
 
-class _BackwardState(threading.local):
-    scale: AppliedScale | None = None  # of the backward pass that is running
-    layerwise = False  # whether layers have scales of their own in it
-    is_last: Callable[[], bool] = bool  # whether no other will run through its graph when its weights have moved
+class _Running(threading.local):
+    """The backward pass that runs in this thread.
+
+    Attributes:
+        scale: what it multiplies by.
+        layerwise: whether each layer has a scale of its own besides: gradients are handed on from op to op in float32,
+            and fitted into 16 bits by each op that computes in 16 bits.
+        is_last: whether no other will run through its graph when its weights have moved: whether 16-bit copies of
+            weights go once they are read.
+        waiting: the scaled passes around this point, which have begun and not ended, the innermost last.
+        reached: tensors that passes have given a gradient to, by id, if asked for.
+    """
+
+    scale: AppliedScale | None = None
+    layerwise = False
+    is_last: Callable[[], bool] = bool
+    reached: dict[int, Tensor] | None = None
 
     def __init__(self) -> None:
-        self.waiting: dict[object, Waiting] = {}  # the scaled passes around this point, the innermost last
-        self.reached: dict[int, Tensor] | None = None  # tensors that backward has given a gradient to, if asked for
+        self.waiting: dict[object, Waiting] = {}
 
 
-_thread = of_threads(_BackwardState())
+running = of_threads(_Running())
 
 
 def waiting_in(scaled_pass: Waiting) -> AbstractContextManager[None]:
     """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
-    return among(_thread.waiting, scaled_pass)
+    return among(running.waiting, scaled_pass)
 
 
 @contextmanager
 def noting_reached() -> Iterator[dict[int, Tensor]]:
     """Inside the ``with``, collects the tensors that this thread's backward passes give gradients to, by id."""
     reached = dict[int, Tensor]()
-    with holding(_thread, "reached", reached):
+    with holding(running, "reached", reached):
         yield reached
 
 
@@ -91,31 +103,9 @@ def is_anothers(tensor: Tensor) -> bool:
     return not here and any(thread.ident == by for thread in threading.enumerate())
 
 
-def passes_around() -> list[Waiting]:
-    """Returns the scaled passes of this thread's that have begun and not ended, the innermost last."""
-    return list(_thread.waiting.values())
-
-
-def scale_in_backward() -> AppliedScale | None:
-    """Returns the scale that the backward pass of this thread multiplies by."""
-    return _thread.scale
-
-
-def layer_scaling() -> AppliedScale | None:
-    """Returns the scale that the backward pass of this thread multiplies by, if each layer has one of its own besides:
-    gradients are handed on from op to op in float32, and fitted into 16 bits by each op that computes in 16 bits."""
-    return _thread.scale if _thread.layerwise else None
-
-
-def is_last() -> bool:
-    """Returns whether no backward will run through the graph of the one that runs when its weights have moved: whether
-    16-bit copies of weights go once they are read."""
-    return _thread.is_last()
-
-
 def gradient_dtype(dtype: str) -> str:
     """The dtype in which this thread's backward pass hands on a gradient that is of this one as a rule."""
-    return "float32" if _thread.layerwise else dtype
+    return "float32" if running.layerwise else dtype
 
 
 def narrow_for_others(nodes: Iterable[Node]) -> None:
@@ -129,7 +119,7 @@ def narrow_for_others(nodes: Iterable[Node]) -> None:
 
 
 def _narrowed(run: Callable[[Any], Any], dtype: str, grad: Any) -> Any:
-    if not _thread.layerwise:
+    if not running.layerwise:
         return run(grad)
     found = run(cast(grad, dtype) if dtype in bridge.HALF_DTYPES else grad)
     return [cast(x, "float32") if getattr(x, "dtype", None) in bridge.HALF_DTYPES else x for x in found]
@@ -151,14 +141,14 @@ def deliver(
         layerwise: whether each layer has a scale of its own besides.
         root: from which it runs.
         again: does once more, later, all that this call is a part of.
-        is_last: what ``is_last`` returns meanwhile.
+        is_last: as of ``running``.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
     aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer = _thread.scale, _thread.layerwise, _thread.is_last
+    outer = running.scale, running.layerwise, running.is_last
     try:
-        _thread.scale, _thread.layerwise, _thread.is_last = scale, layerwise, is_last
+        running.scale, running.layerwise, running.is_last = scale, layerwise, is_last
         for leaf, _ in aside:
             leaf.grad = None
         if layerwise:
@@ -168,12 +158,12 @@ def deliver(
         if before:
             adding_to(before)
         reached = _mark_all(leaves, earlier, mark)
-        if _thread.waiting:
-            next(reversed(_thread.waiting.values())).ran(reached, earlier, root, *launches or [again])
+        if running.waiting:
+            next(reversed(running.waiting.values())).ran(reached, earlier, root, *launches or [again])
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad
-            elif scale is None or not any(x.keep(leaf, grad) for x in reversed(_thread.waiting.values())):
+            elif scale is None or not any(x.keep(leaf, grad) for x in reversed(running.waiting.values())):
                 leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
     except BaseException:
         for leaf in leaves:
@@ -182,7 +172,7 @@ def deliver(
             leaf.grad = grad
         raise
     finally:
-        _thread.scale, _thread.layerwise, _thread.is_last = outer
+        running.scale, running.layerwise, running.is_last = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
     return reached
@@ -194,7 +184,7 @@ def _adds_up(earlier: Mark | None, new: Mark) -> bool:
     A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
     """
     if earlier is None:
-        return not new.is_scaled or not _thread.waiting
+        return new.scale is None or not running.waiting
     return earlier.scale is new.scale
 
 
@@ -208,6 +198,6 @@ def _mark_all(leaves: Iterable[Any], earlier: Mapping[int, Tensor], mark: Mark) 
             set_mark(grad, PLAIN_HALF if had_lost else mark)
             leaf._given_by = here
             reached.append(leaf)
-    if _thread.reached is not None:
-        _thread.reached.update((id(leaf), leaf) for leaf in reached)
+    if running.reached is not None:
+        running.reached.update((id(leaf), leaf) for leaf in reached)
     return reached

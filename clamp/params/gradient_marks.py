@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -49,11 +48,6 @@ class Mark:
     lost_bits: bool = False
     heard: frozenset[object] = frozenset()
     since: int = 0
-
-    @property
-    def is_scaled(self) -> bool:
-        """Returns whether the gradient is multiplied by a scale."""
-        return self.scale is not None
 
 
 PLAIN = Mark()
@@ -136,16 +130,16 @@ def note_not_finite(grad: Tensor, skip: object) -> None:
 
 def adding_to(before: Sequence[tuple[Any, Tensor]]) -> None:
     """Notes that a backward has added to gradients of leaves, in each replay as well."""
-    host_step(partial(_note_kept, before))
+
+    def note() -> None:
+        for leaf, grad in before:  # which have made a step be skipped, and were not written to since
+            skip, since = getattr(grad, "_not_finite", None) or (None, 0)
+            if skip is not None and not writes.since(grad.buffer, since):
+                leaf._kept = skip
+
+    host_step(note)
     if _thread.held is not None:
         _thread.held.met.extend(grad for _, grad in before)
-
-
-def _note_kept(before: Sequence[tuple[Any, Tensor]]) -> None:
-    """Notes on leaves that a backward adds to gradients of theirs that have made a step be skipped."""
-    for leaf, grad in before:
-        if (skip := _skipped_by(grad)) is not None:
-            leaf._kept = skip
 
 
 def take_over(grad: Tensor, other: Tensor) -> None:
@@ -160,12 +154,6 @@ def was_kept(leaf: Tensor, skip: object) -> bool:
     return getattr(leaf, "_kept", None) is skip
 
 
-def _skipped_by(grad: Any) -> object:
-    """The step that a gradient made be skipped, as it is now."""
-    skip, since = getattr(grad, "_not_finite", None) or (None, 0)
-    return None if skip is None or writes.since(grad.buffer, since) else skip
-
-
 def is_known_to(token: object, grad: Any) -> bool:
     """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
     if grad is None:
@@ -176,13 +164,8 @@ def is_known_to(token: object, grad: Any) -> bool:
 
 def _heard(grad: Tensor) -> frozenset[object]:
     """Returns who knows, or will hear, whether a gradient is finite as it is now."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    return frozenset() if mark is None or not mark.is_checked or _is_stale(mark, grad) else mark.heard
-
-
-def _is_stale(mark: Mark, grad: Tensor) -> bool:
-    """Returns whether a gradient was written to since it was checked."""
-    return mark.is_checked and writes.now > mark.since and writes.since(grad.buffer, mark.since)
+    mark = mark_now(grad)
+    return mark.heard if mark is not None and mark.is_checked else frozenset()
 
 
 @dataclass
@@ -295,7 +278,9 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
 def mark_now(grad: Tensor) -> Mark | None:
     """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
     mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    return mark if mark is None or not _is_stale(mark, grad) else replace(mark, heard=frozenset())
+    if mark is None or not mark.is_checked or writes.now <= mark.since or not writes.since(grad.buffer, mark.since):
+        return mark
+    return replace(mark, heard=frozenset())
 
 
 def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProxyType({})) -> None:
@@ -309,16 +294,13 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
         tensor.grad = grad
         if shared is not None or hasattr(tensor, "_shared"):
             note_shared(tensor, shared)
-        if mark is not None:
-            if id(mark) not in now:
-                now[id(mark)] = _renewed(mark, renewed)
-            grad._loss_scaling = now[id(mark)]
-
-
-def _renewed(mark: Mark, renewed: Mapping[object, object]) -> Mark:
-    if mark.is_checked:  # what was finite then need not be now
-        return checked(frozenset([renewed.get(token, token) for token in mark.heard - {FINITE}]))
-    return mark if mark.scale is None else Mark(mark.scale.now())
+        if mark is None:
+            continue
+        if id(mark) not in now and mark.is_checked:  # what was finite then need not be now
+            now[id(mark)] = checked(frozenset([renewed.get(token, token) for token in mark.heard - {FINITE}]))
+        elif id(mark) not in now:
+            now[id(mark)] = mark if mark.scale is None else Mark(mark.scale.now())
+        grad._loss_scaling = now[id(mark)]
 
 
 def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[], Any]:

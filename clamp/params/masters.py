@@ -78,7 +78,9 @@ def narrow(
         bridge.set_gradient_dtype(param, gradient_dtype or ("float32" if PARTS[KEEPS[keep_master]] else None))
         weights.drop(param)
         for optimizer in optimizers:
-            _replace(optimizer, param, master)
+            for index, stepped in enumerate(optimizer.params):
+                if stepped is param:
+                    bridge.replace_parameter(optimizer, index, master)
 
 
 def master_for(model: Tensor) -> Tensor:
@@ -97,15 +99,7 @@ def is_rounded(master: Tensor) -> bool:
 
 
 def require_kept(given: object, name: str) -> bool | str:
-    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
-
-    Args:
-        name: of what was given, for the message.
-
-    Raises:
-        TypeError: it is neither a switch nor a text.
-        ValueError: an unknown text.
-    """
+    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given."""
     if given is None or isinstance(given, bool):
         return given is not False
     names = ", ".join(repr(x) for x in KEEPS if isinstance(x, str))
@@ -117,11 +111,7 @@ def require_kept(given: object, name: str) -> bool | str:
 
 
 def require_steppable(optimizers: Iterable[Any], keeps: bool | str) -> None:
-    """Raises where an optimizer cannot step parameters that are kept so.
-
-    Raises:
-        TypeError: its steps are not made in one launch over all parameters, and these are to be in parts.
-    """
+    """Raises TypeError where parameters are to be in parts, and an optimizer does not step all in one launch."""
     for optimizer in optimizers if PARTS[KEEPS[keeps]] else ():
         if not bridge.has_rule(optimizer):
             raise TypeError(
@@ -148,12 +138,6 @@ def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> N
         lost_updates.expect(master)
 
 
-def _replace(optimizer: Any, old: Tensor, new: Tensor) -> None:
-    for index, param in enumerate(optimizer.params):
-        if param is old:
-            bridge.replace_parameter(optimizer, index, new)
-
-
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
@@ -170,39 +154,26 @@ def pairs(optimizer: Any) -> list[Pair]:
     found: list[Pair] = []
     for index, param in enumerate(bridge.optimizer_parameters(optimizer)):
         model = bridge.model_parameter(param)
-        if model is not param or param.dtype in HALF_DTYPES:
-            master = _master_in_place_of(param, model, owned)
-            if master is not param:
-                bridge.replace_parameter(optimizer, index, master)
-            found.append((master, bridge.model_parameter(master)))
-        else:
-            found.append((param, param))
+        if model.dtype not in HALF_DTYPES:
+            found.append((param, model))
+            continue
+        master = bridge.master_of(model)
+        if master is None and model is not param:  # netcl made this master before clamp was there
+            _link(param, model)
+            master = param
+        elif master is None and owned and bridge.on_device(param):
+            master = master_for(param)
+        if master is not None and master is not param:
+            bridge.replace_parameter(optimizer, index, master)
+        # Without one an optimizer of the user's steps 16-bit tensors itself.
+        found.append((param, param) if master is None else (master, bridge.model_parameter(master)))
     if owned:
         bridge.add_missing_state(optimizer)
     return found
 
 
-def _master_in_place_of(param: Tensor, model: Tensor, owned: bool) -> Tensor:
-    """Returns what an optimizer must step in place of one of its ``params``: mostly that itself."""
-    if param.dtype in HALF_DTYPES:
-        known = bridge.master_of(param)
-        if known is None and not (owned and bridge.on_device(param)):
-            return param  # an optimizer of the user's that steps 16-bit tensors itself
-        return known or master_for(param)
-    if model.dtype not in HALF_DTYPES:
-        return param
-    known = bridge.master_of(model)
-    if known is None:  # netcl made this master before clamp was there
-        _link(param, model)
-    return known or param
-
-
 def master_params(optimizer: Any) -> list[Tensor]:
-    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
-
-    Raises:
-        TypeError: the optimizer has no ``params``.
-    """
+    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones."""
     return [master for master, _ in pairs(optimizer)]
 
 
@@ -226,26 +197,16 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
     return host_step(gradient_marks.on_gradients([*params, *more], run))
 
 
-def gathered(optimizer: Any) -> list[Pair]:
-    """As ``split``, with the gradients for the optimizer's ``step``.
-
-    Raises:
-        RuntimeError: a gradient is still multiplied by a loss scale.
-    """
-    found = split(optimizer)
-    gather_all(optimizer, found)
-    return found
-
-
-def gather_all(optimizer: Any, found: Sequence[Pair]) -> None:
+def gathered(optimizer: Any, found: list[Pair] | None = None) -> list[Pair]:
     """Gives masters the gradients for their optimizer's ``step``.
 
     Args:
-        found: what ``split`` has returned.
+        found: what ``split`` has returned, if it was asked already, and what this returns.
 
     Raises:
         RuntimeError: a gradient is still multiplied by a loss scale.
     """
+    found = split(optimizer) if found is None else found
     gradient_marks.require_unscaled(
         getattr(optimizer, "params", ()),
         f"{type(optimizer).__name__}.step()",
@@ -255,6 +216,7 @@ def gather_all(optimizer: Any, found: Sequence[Pair]) -> None:
     )
     for master, model in found:
         gather(master, model)
+    return found
 
 
 def stepping(found: Sequence[Pair], run: Callable[[], Any]) -> Any:
@@ -317,11 +279,7 @@ def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], No
 
 
 def write_back(master: Tensor, model: Tensor, turn: int | None = None) -> None:
-    """Rewrites a 16-bit parameter from its master.
-
-    Args:
-        turn: as of ``MasterInParts.split``.
-    """
+    """Rewrites a 16-bit parameter from its master; ``turn`` as of ``MasterInParts.split``."""
     if isinstance(master, MasterInParts):
         master.split(turn)
         return
@@ -346,20 +304,15 @@ def written(buffer: Any) -> None:
         master = bridge.master_of(model)
         if model.dtype not in HALF_DTYPES or id(master) in _behind:  # it shows its master, or is rewritten later
             continue
-        if master is not None and _lies_in(master, buffer):
-            if isinstance(master, MasterInParts) and master.parts.keeps != "remainder":  # which loses nothing
-                cast_into(master, model)  # what it holds counts, in full, until its next step
-            else:
-                write_back(master, model)
-            writes.note(model.buffer)
-            weights.drop(model)
-            return
-
-
-def _lies_in(master: Tensor, buffer: Any) -> bool:
-    if isinstance(master, MasterInParts):
-        return master.is_whole and master.buffer is buffer
-    return master.buffer is buffer
+        if master is None or (isinstance(master, MasterInParts) and not master.is_whole) or master.buffer is not buffer:
+            continue
+        if isinstance(master, MasterInParts) and master.parts.keeps != "remainder":  # which loses nothing
+            cast_into(master, model)  # what it holds counts, in full, until its next step
+        else:
+            write_back(master, model)
+        writes.note(model.buffer)
+        weights.drop(model)
+        return
 
 
 _stepping = of_threads(Flag())
@@ -391,15 +344,15 @@ def gather(master: Tensor, model: Tensor) -> None:
 def widen_gradients(params: Iterable[Tensor]) -> bool:
     """Gives float32 parameters 16-bit gradients in float32, as their optimizer's step reads them; whether there were
     any. A user's own may be of any dtype: ``p.grad = ag.matmul_op(...).value``."""
-    found = [param for param in params if _has_narrow_gradient(param)]
+    found = [
+        param
+        for param in params
+        if getattr(param.grad, "dtype", None) in HALF_DTYPES and param.dtype == "float32" and bridge.on_device(param)
+    ]
     wide = {id(param.grad): widened(param.grad) for param in found}
     for param in found:
         param.grad = wide[id(param.grad)]
     return bool(found)
-
-
-def _has_narrow_gradient(param: Tensor) -> bool:
-    return getattr(param.grad, "dtype", None) in HALF_DTYPES and param.dtype == "float32" and bridge.on_device(param)
 
 
 def widened(grad: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def _warn_of_scaled(tensor: Tensor, what: str) -> None:
     if gradient_marks.is_unscaled(tensor):
         settle_late()
     scale = gradient_marks.scale_of(tensor)
-    if scale is None or not delivery.passes_around():  # who scales by hand knows
+    if scale is None or not delivery.running.waiting:  # who scales by hand knows
         return
     if not scale.state.is_told_of and is_called_by_user():
         scale.state.is_told_of = True

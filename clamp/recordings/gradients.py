@@ -68,7 +68,7 @@ class Known:
         kind = self._kinds.get(id(mark))
         if kind is None:
             heard = frozenset([self._tokens.get(token, -1) for token in mark.heard])
-            kind = self._kinds[id(mark)] = mark, (mark.is_scaled, mark.is_checked, mark.lost_bits, heard)
+            kind = self._kinds[id(mark)] = mark, (mark.scale is not None, mark.is_checked, mark.lost_bits, heard)
         return grad.dtype, kind[1]
 
 

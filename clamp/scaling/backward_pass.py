@@ -103,7 +103,7 @@ class PassGradients:
         self.refused: Node | None = None
         self._came: Sequence[Tensor | None] | None = None  # all that was there at its end
         self._is_alone = True  # no pass is inside of another
-        for outer in delivery.passes_around():
+        for outer in delivery.running.waiting.values():
             self._is_alone = False
             if isinstance(outer, PassGradients):
                 outer._is_alone = False
@@ -217,7 +217,7 @@ class PassGradients:
         marks = {id(mark): mark for mark in map(mark_of, came)}.values()  # most have one in common
         if not scaler.scales or any(mark is None for mark in marks):  # a user's own gradient
             return
-        if not ran or not any(mark.is_scaled or mark.is_checked for mark in marks if mark is not None):
+        if not ran or not any(mark.scale is not None or mark.is_checked for mark in marks if mark is not None):
             raise RuntimeError(
                 "the gradients that arrived inside `with handle.scale_loss(loss, optimizer) as scaled_loss` come from "
                 "another loss, one that was not scaled here: run scaled_loss.backward() or tape.backward(scaled_loss)"

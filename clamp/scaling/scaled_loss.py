@@ -70,7 +70,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
 
     def gradient(grad: Tensor) -> Tensor:
         on_run()
-        scale = delivery.scale_in_backward() or scaler.applied()
+        scale = delivery.running.scale or scaler.applied()
         return scale.multiply(grad, "float32")
 
     made = bound(scaler.scale_loss(loss.value), {operand: gradient}, SCALE_OP)
@@ -97,7 +97,7 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
         RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
     """
     if not scaled:
-        if any(root is around.refused for around in delivery.passes_around()):
+        if any(root is around.refused for around in delivery.running.waiting.values()):
             raise RuntimeError(
                 "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as "
                 "scaled_loss`: run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). "

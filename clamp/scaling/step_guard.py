@@ -123,7 +123,7 @@ class StepGuard(bridge.Listed):
             self.pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
         overflowed = [index for index, state in enumerate(states) if state.overflow & self.mask]
         if not overflowed:
-            masters.gather_all(optimizer, found)
+            masters.gathered(optimizer, found)
         unchecked: list[Tensor] = []
         if not is_vouched(optimizer):  # else an outer guard has told already, and looked
             RESULTS.stepping(params)

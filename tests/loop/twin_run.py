@@ -125,7 +125,7 @@ def state_of(twin: Twin) -> list[Any]:
     left: list[Any] = [bits(x) for x in tensors.values()]
     for grad in (x.grad for x in tensors.values()):
         mark = mark_of(grad)
-        left.append(None if grad is None else (*bits(grad), mark is None or mark.is_scaled))
+        left.append(None if grad is None else (*bits(grad), mark is None or mark.scale is not None))
     left += [bits(x) for x in twin.average.shadow] + [twin.average.step_count]
     left += [(repr(scaler.state_dict()), _reports(scaler)) for scaler in twin.scalers]
     left += [twin.netcl_scaler.scale]

@@ -561,7 +561,7 @@ def test_a_sum_is_known_of_as_far_as_both_are(queue: cl.CommandQueue, first: str
         assert mark is None
         return
     assert mark is not None
-    assert not mark.is_scaled
+    assert mark.scale is None
     if first in HEARD and second in HEARD:
         heard = HEARD[second] if first == "finite" else HEARD[first] if second == "finite" else {"a guard"}
         assert mark.is_checked
