@@ -15,10 +15,11 @@ loads, ``Promote`` and ``Match`` read them as they are.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from math import prod
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
@@ -57,7 +58,6 @@ class Operand:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
         return tuple(self.parent.value.shape)
 
     @property
@@ -110,27 +110,32 @@ class Operand:
 _NOT_READ: Any = None
 
 
-class Casting(Protocol):
-    """A policy at work in one call of one function."""
+class Casting(ABC):
+    """A policy at work in one call of one function; here operands as they are."""
 
     def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
-        """The arguments as operands, all on one queue.
+        """The arguments as operands, one by one, all on one queue.
 
         Raises:
             NotOwned: an argument is not clamp's to compute with.
             ValueError: the arguments are on different queues.
         """
+        operands = tuple(map(self._operand, xs))
+        if len(operands) > 1:
+            bridge.require_same_queue("op", *[operand.parent.value for operand in operands])
+        return operands
 
+    def _operand(self, x: TensorLike) -> Operand:
+        return Operand(x, owned_value(x))
+
+    @abstractmethod
     def result_dtype(self, *operands: Operand) -> str:
         """Dtype of the result."""
 
 
 def owned_value(x: TensorLike) -> Tensor:
-    """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device.
-
-    Raises:
-        NotOwned: it is something else.
-    """
+    """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device; else
+    NotOwned."""
     value = x.value
     if not isinstance(value, Tensor):
         raise NotOwned
@@ -155,40 +160,27 @@ def note_numpy_backend() -> None:
 
 
 def as_is(x: Any) -> Operand:
-    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy.
-
-    Raises:
-        NotOwned: it is no tensor of clamp's.
-    """
+    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy."""
     node = as_node(x)
     return Operand(node, owned_value(node))
 
 
 def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
-    """The arguments as operands, where all of them are floating.
-
-    Raises:
-        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
-        ValueError: they are on different queues.
-    """
+    """The arguments as operands, where all of them are floating; else NotOwned."""
     operands = casting.operands(*map(as_node, xs))
     require_floating(*operands)
     return operands
 
 
 def floats_as_is(*xs: Any) -> tuple[Operand, ...]:
-    """Secondary inputs (see ``as_is``), where all of them are floating.
-
-    Raises:
-        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
-    """
+    """Secondary inputs (see ``as_is``), where all of them are floating; else NotOwned."""
     operands = tuple(map(as_is, xs))
     require_floating(*operands)
     return operands
 
 
 def require_floating(*operands: Operand | None) -> None:
-    """Raises NotOwned where an operand that was given is not floating: netcl's own function judges integers."""
+    """NotOwned where an operand that was given is not floating: netcl's own function judges integers."""
     if any(operand is not None and operand.value.dtype not in bridge.STORAGE for operand in operands):
         raise NotOwned
 
@@ -315,11 +307,7 @@ def _drop(operands: Iterable[Operand]) -> None:
 
 
 def as_node(x: Any) -> TensorLike:
-    """x if it is a node or tensor.
-
-    Raises:
-        NotOwned: it is neither.
-    """
+    """x if it is a node or tensor; else NotOwned."""
     if isinstance(x, Node | Tensor):
         return x
     raise NotOwned

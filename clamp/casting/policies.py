@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -18,8 +17,8 @@ from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cast, weights
 
 
-class Policy(ABC):
-    """A policy: an object of it is a `Casting`, at work in calls of one function; here operands as they are.
+class Policy(Casting):
+    """A policy: an object of it is at work in calls of one function.
 
     Attributes:
         in_words: how a function of clamp's runs, for `python -m clamp lists`.
@@ -33,28 +32,14 @@ class Policy(ABC):
         return cls()
 
     @classmethod
-    @abstractmethod
     def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The dtype a user's function gets its floating arguments in; None: as they are."""
+        return None
 
     @classmethod
     def keywords(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments a user's function gets."""
         return kwargs
-
-    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
-        """The arguments as operands, one by one; see `Casting`."""
-        operands = tuple(map(self._operand, xs))
-        if len(operands) > 1:
-            bridge.require_same_queue("op", *[operand.parent.value for operand in operands])
-        return operands
-
-    @abstractmethod
-    def result_dtype(self, *operands: Operand) -> str:
-        """Dtype of the result."""
-
-    def _operand(self, x: TensorLike) -> Operand:
-        return Operand(x, owned_value(x))
 
 
 class Float(Policy):
@@ -81,9 +66,7 @@ class FloatSetDtype(Float):
 class FloatAppendDtype(Float):
     """As Float, but a user's function is told so by the argument ``dtype=``."""
 
-    @classmethod
-    def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None
+    target = Policy.target
 
     @classmethod
     def keywords(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +91,6 @@ class Match(Policy):
     """The first operand's dtype."""
 
     in_words = "in its input's dtype"
-
-    @classmethod
-    def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        return None
 
     def result_dtype(self, *operands: Operand) -> str:
         return bridge.canonical_dtype(operands[0].value.dtype)

@@ -37,11 +37,7 @@ class CastPolicy(enum.Enum):
 
     @classmethod
     def named(cls, name: CastPolicy | str) -> CastPolicy:
-        """A policy by its value or by PyTorch's name.
-
-        Raises:
-            ValueError: there is no such policy.
-        """
+        """A policy by its value or by PyTorch's name."""
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         try:
@@ -86,11 +82,8 @@ AMP_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
-    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are
+    float16."""
     name = bridge.dtype_name(dtype)
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
@@ -124,12 +117,7 @@ class ModuleRule:
 
 
 def module_rules(modules: Mapping[str, bridge.DTypeLike] | None) -> tuple[ModuleRule, ...]:
-    """The rules of a mapping from patterns to dtypes; none of None.
-
-    Raises:
-        TypeError: it is no mapping, or a pattern no text.
-        ValueError: a dtype is none of AMP's.
-    """
+    """The rules of a mapping from patterns to dtypes; none of None."""
     if modules is None:
         return ()
     takes = 'modules takes a dict of patterns and dtypes, such as {"head.*": "float32"}'
@@ -213,12 +201,7 @@ class PolicyTable:
         return self
 
     def customized(self, white: Iterable[str] | None, black: Iterable[str] | None) -> PolicyTable:
-        """The table with the functions of ``white`` in half and those of ``black`` in fp32.
-
-        Raises:
-            PolicyError: a name is on both lists, or no function has it.
-            TypeError: white or black is no list of names.
-        """
+        """The table with the functions of ``white`` in half and those of ``black`` in fp32."""
         white = set(names_in("custom_white_list", white))
         black = set(names_in("custom_black_list", black))
         if both := white & black:
@@ -238,11 +221,7 @@ class PolicyTable:
 
 
 def names_in(what: str, names: Iterable[str] | None) -> tuple[str, ...]:
-    """The names of functions that a user passed in a list; none of None.
-
-    Raises:
-        TypeError: it is no list, or has something else in it.
-    """
+    """The names of functions that a user passed in a list; none of None."""
     if isinstance(names, str):
         raise TypeError(f"{what} takes a list of names, not one: pass [{names!r}]")
     if not isinstance(names, Iterable | None):
@@ -284,12 +263,7 @@ def netcl_defects() -> Mapping[str, str]:
 
 
 def read_list(path: str | Path) -> list[Entry]:
-    """Entries of a user's list file.
-
-    Raises:
-        PolicyError: the file cannot be read or is malformed; the message gives file, line and key.
-        TypeError: path is none.
-    """
+    """Entries of a user's list file."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
     return parse_list(_text_of(path), str(path))
@@ -298,12 +272,7 @@ def read_list(path: str | Path) -> list[Entry]:
 def rules_for(
     modules: Mapping[str, bridge.DTypeLike] | None, lists: str | Path | None, level: str
 ) -> tuple[ModuleRule, ...]:
-    """The rules for modules of an ``init``: those of its argument, then those of a list file's table ``modules``.
-
-    Raises:
-        ValueError: an unknown dtype, a 16-bit one at level O0, or a file that cannot be read or is malformed.
-        TypeError: ``modules`` is no mapping of texts, or ``lists`` no path.
-    """
+    """The rules for modules of an ``init``: those of its argument, then those of a list file's table ``modules``."""
     rules = module_rules(modules)
     if lists is not None:
         read_list(lists)  # raises where something is wrong with it
@@ -371,12 +340,8 @@ def _check_modules(modules: Any, fail: Callable[[str, str], NoReturn]) -> None:
 
 def _line_of(text: str, key: str) -> int:
     """Line of a key or table header in a TOML text. (tomllib keeps no positions.)"""
-    pattern = re.compile(rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\]=]""")
-    last = key.rpartition(".")[2]
-    fallback = re.compile(rf"\b{re.escape(last)}\b")
-    lines = text.splitlines()
-    for wanted in (pattern, fallback):
-        for number, line in enumerate(lines, start=1):
-            if wanted.search(line):
-                return number
-    return 1
+    as_key = rf"""^\s*\[?\s*["']?{re.escape(key)}["']?\s*[\]=]"""
+    anywhere = rf"\b{re.escape(key.rpartition('.')[2])}\b"
+    lines = list(enumerate(text.splitlines(), start=1))
+    found = (number for wanted in (as_key, anywhere) for number, line in lines if re.search(wanted, line))
+    return next(found, 1)

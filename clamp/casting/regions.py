@@ -26,11 +26,7 @@ Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: Tr
 
 
 def check_caching(name: str, caching: Caching) -> Caching:
-    """What an argument of this name says of the copies of weights.
-
-    Raises:
-        ValueError: it is a text other than ``"last_use"``.
-    """
+    """What an argument of this name says of the copies of weights, if it is no text other than ``"last_use"``."""
     if isinstance(caching, str) and caching != LAST_USE:
         raise ValueError(f"{name} must be True, False or {LAST_USE!r}, got {caching!r}")
     return caching
@@ -74,11 +70,6 @@ class ModuleRules:
     def decided(self) -> dict[ModuleRule, list[str]]:
         """The paths of the modules that have been met, by the rules that decide about them."""
         return self._by_rule(self._paths.known)
-
-    def begin_judging(self) -> bool:
-        """Returns whether the call that begins here is the first of a module: by its end a model has all layers."""
-        is_first, self.is_judged = not self.is_judged, True
-        return is_first
 
     def idle(self) -> str:
         """What is to be said of rules that decide about no module; empty if there are none."""
@@ -288,11 +279,6 @@ def casting_region() -> Region | None:
         return None
     region = around.region or _process
     return region if region is not None and region.enabled else None
-
-
-def thread_casts_off() -> bool:
-    """Returns whether this point is inside an op or a backward pass, where nested calls do not cast."""
-    return this_thread.around.in_op
 
 
 def thread_region() -> Region | None:

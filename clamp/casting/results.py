@@ -100,7 +100,8 @@ class _Results:
     """The functions that results pass, as they are now.
 
     Attributes:
-        watched: whether there are observers, for who passes by all of these.
+        observers: who is told.
+        watched: whether there are any, for who passes by all of these.
         needs_values: whether one of them does (`Observer`).
         own: ``own(made, parents)`` returns the result of an op of clamp's.
         foreign: the same of an op of the user's, or of netcl's.
@@ -117,35 +118,26 @@ class _Results:
     stepped: Callable[[Any], None]
 
     def __init__(self) -> None:
-        self._observers: tuple[Observer, ...] = ()
+        self.observers: tuple[Observer, ...] = ()
         self._last: Callable[[], Any] = _nothing
         self._exchange()
 
     def attach(self, observer: Observer) -> None:
         """From now on ``observer`` is told of every result, in every thread; a second call changes nothing."""
-        if observer not in self._observers:
-            self._observers += (observer,)
+        if observer not in self.observers:
+            self.observers += (observer,)
             self._exchange()
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        """Returns who is told."""
-        return self._observers
 
     @property
     def key(self) -> Hashable:
         """Who is told, held by nobody. What was recorded for replay tells those that were there then: it is another
         recording for others."""
-        return tuple(map(weakref.ref, self._observers))
+        return tuple(map(weakref.ref, self.observers))
 
     def detach(self, observer: Observer) -> None:
         """``observer`` is told nothing any more."""
-        self._observers = tuple(other for other in self._observers if other is not observer)
+        self.observers = tuple(other for other in self.observers if other is not observer)
         self._exchange()
-
-    def has(self, observer: Observer) -> bool:
-        """Returns whether ``observer`` is told."""
-        return observer in self._observers
 
     @contextmanager
     def attached(self, observer: Observer) -> Iterator[None]:
@@ -157,9 +149,9 @@ class _Results:
             self.detach(observer)
 
     def _exchange(self) -> None:
-        self.watched = bool(self._observers)
-        self.needs_values = any(observer.needs_values for observer in self._observers)
-        if self._observers:
+        self.watched = bool(self.observers)
+        self.needs_values = any(observer.needs_values for observer in self.observers)
+        if self.observers:
             self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
             self.backward, self.add = self._backward_seen, self._add_seen
             self.stepping, self.stepped = self._before_step, self._step_seen
@@ -174,7 +166,7 @@ class _Results:
         if _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):
             return made  # a step of a gradient; a compiler's node, or nothing that netcl made
         told = []
-        for observer in self._observers:
+        for observer in self.observers:
             token = observer.result(made, parents)
             if token is not None:
                 told.append((observer, token))
@@ -199,11 +191,12 @@ class _Results:
         if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
             with forward_again():
                 for node in bridge.in_order(loss):
-                    if node.parents and not hasattr(node, "is_observed") and _are_there(node, *node.parents):
+                    is_gone = any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents))
+                    if node.parents and not hasattr(node, "is_observed") and not is_gone:
                         self._seen(node, node.parents)
         with untold():
             run(loss, grad)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.backward_ended(loss, grad)
 
     def _add_seen(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
@@ -212,23 +205,18 @@ class _Results:
         # The same bits, and both stay what they were for whoever looks at them later.
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
         with forward_again():
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.added(made, first, second)
         return made
 
     def _before_step(self, params: Sequence[Tensor]) -> None:
         gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
-        for observer in self._observers:
+        for observer in self.observers:
             observer.stepping(gradients)
 
     def _step_seen(self, report: Any) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.stepped(report)
-
-
-def _are_there(*nodes: Node) -> bool:
-    """Whether all have their values still."""
-    return not any(isinstance(node.value, bridge.LetGo) for node in nodes)
 
 
 def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:

@@ -224,7 +224,7 @@ class Attribution:
     @property
     def is_armed(self) -> bool:
         """Returns whether the ops of each step are kept until it is done."""
-        return RESULTS.has(self._recorder)
+        return self._recorder in RESULTS.observers
 
     def arm(self) -> None:
         RESULTS.attach(self._recorder)

@@ -129,7 +129,7 @@ class RunLog:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
-        is_counting = RESULTS.has(self.counter)
+        is_counting = self.counter in RESULTS.observers
         self.counter.stop()
         try:
             yield

@@ -13,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import reporter
 from clamp.casting.operands import cast_node
-from clamp.casting.regions import called_in, current_region, thread_casts_off
+from clamp.casting.regions import called_in, current_region, this_thread
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.ops.cast import cast
@@ -213,7 +213,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     """
     name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
     dtype = user_functions.input_dtype(forward) if Installed.now else None
-    if dtype is None and (thread_casts_off() or not Installed.now or not any(is_half(node) for node in nodes)):
+    if dtype is None and (this_thread.around.in_op or not Installed.now or not any(is_half(node) for node in nodes)):
         backward = user_functions.bound(backward, forward, nodes)
         return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()

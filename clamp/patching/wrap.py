@@ -195,7 +195,9 @@ def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
     if not Installed.now or region is None:
         return wrapped(*args, **kwargs)
     inner, rules = region.inside(module), region.modules
-    is_first = rules is not None and rules.begin_judging()
+    is_first = rules is not None and not rules.is_judged  # of its calls: by its end a model has all layers
+    if rules is not None:
+        rules.is_judged = True
     try:
         with nullcontext() if inner is region else in_region(inner):
             result = wrapped(*args, **kwargs)
