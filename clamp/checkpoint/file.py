@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -147,14 +147,10 @@ def _array(archive: zipfile.ZipFile, name: str, most: int) -> Array:
         size, left = math.prod(shape) * dtype.itemsize, entry.file_size - file.tell()
         if size != left:
             raise ValueError(f"array {name} of shape {shape} and {dtype} takes {size} bytes, and has {left}")
-        return _numbers(file, size, dtype).reshape(shape, order="F" if in_columns else "C")
-
-
-def _numbers(file: IO[bytes], size: int, dtype: np.dtype[Any]) -> Array:
-    data = bytearray(size)
-    file.readinto(data)  # type: ignore[attr-defined]
-    file.read(1)  # at the end the check sum is compared
-    return np.frombuffer(data, dtype)
+        data = bytearray(size)
+        file.readinto(data)  # type: ignore[attr-defined]
+        file.read(1)  # at the end the check sum is compared
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if in_columns else "C")
 
 
 @contextmanager
@@ -201,9 +197,9 @@ class Encoder:
         """
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, np.ndarray | np.generic) and _is_plain(value):
-            kind = "number" if isinstance(value, np.generic) else "numpy"
-            return {**self.array(np.asarray(value), kind)}
+        is_masked = isinstance(value, np.ma.MaskedArray)  # it would lose its mask
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and not is_masked:
+            return self.array(np.asarray(value), "number" if isinstance(value, np.generic) else "numpy")
         if depth == _DEEPEST:
             raise TypeError(f"{where[:80]}... is nested more than {_DEEPEST} deep, or contains itself")
         if isinstance(value, list):
@@ -221,11 +217,6 @@ class Encoder:
             f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, numpy "
             "arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
         )
-
-
-def _is_plain(array: Array | np.generic) -> bool:
-    """Returns whether an array is numbers and nothing else: a masked one would lose its mask."""
-    return array.dtype.kind in "biufc" and not isinstance(array, np.ma.MaskedArray)
 
 
 class Decoder:
@@ -251,11 +242,7 @@ class Decoder:
         return array[()] if value["dtype"] == "number" else array
 
     def bits_for(self, reference: Json, tensor: Tensor, what: str) -> npt.NDArray[np.uint8]:
-        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted.
-
-        Raises:
-            CheckpointError: shapes differ, or one is of integers.
-        """
+        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted."""
         words, saved, wanted = self.array(reference), reference["dtype"], bridge.canonical_dtype(tensor.dtype)
         if words.size and words.dtype != f"u{bridge.ITEMSIZE[saved]}":
             raise CheckpointError(f"{self.path}: {what} is {saved}, in words of {words.dtype}")

@@ -42,11 +42,7 @@ _LIKE: dict[type, Any] = dict.fromkeys((bool, int, float), bool | int | float | 
 
 
 def state_of(optimizer: Any, names: Names, writer: Encoder) -> Json:
-    """An optimizer's real state, and the names of the parameters whose it is.
-
-    Raises:
-        TypeError: something cannot be saved; the message names it.
-    """
+    """An optimizer's real state, and the names of the parameters whose it is."""
     params, kind = bridge.optimizer_parameters(optimizer), type(optimizer).__name__
     state: dict[str, Json] = {"class": kind, "params": [_parameter(param, names, writer) for param in params]}
     if not bridge.is_netcl_optimizer(optimizer):
@@ -96,16 +92,14 @@ def _moment(value: Any, param: Tensor, name: str, kind: str, writer: Encoder) ->
     if not isinstance(value, cl.Buffer):
         return {"value": writer.value(value, where), "place": "value"}
     if name == bridge.MOMENTS_8BIT:
-        host = np.empty(value.size, np.uint8)
-        cl.enqueue_copy(param.queue, host, value)
-        return {**writer.array(host, "numpy"), "place": "bytes"}
+        return {**writer.array(_buffer_to_host(value, param.queue, value.size, np.uint8), "numpy"), "place": "bytes"}
     if value.size != param.size * 4:
         raise TypeError(f"{where} holds a buffer of {value.size} bytes for a parameter of {param.size} elements")
     return {**writer.array(_buffer_to_host(value, param.queue, param.size), "float32"), "place": "device"}
 
 
-def _buffer_to_host(buffer: cl.Buffer, queue: cl.CommandQueue, size: int) -> Array:
-    host = np.empty(size, np.float32)
+def _buffer_to_host(buffer: cl.Buffer, queue: cl.CommandQueue, size: int, dtype: type = np.float32) -> Array:
+    host: Array = np.empty(size, dtype)
     if size:
         cl.enqueue_copy(queue, host, buffer)
     return host
@@ -146,16 +140,8 @@ def writes_to(
 ) -> tuple[list[Tensor], list[Write]]:
     """Returns how an optimizer gets its state back: the tensors that will be written, and the writes.
 
-    Everything is decoded and checked here; the writes only assign, except for what ``load_state_dict`` of an optimizer
-    of the user's does.
-
-    Args:
-        names: of the parameters of the models that are loaded into.
-        undo: is told which optimizers of the user's have begun to load.
-        where: which optimizer this is, for messages.
-
-    Raises:
-        CheckpointError: the state does not fit.
+    Everything is decoded and checked here (CheckpointError); the writes only assign, except for what
+    ``load_state_dict`` of an optimizer of the user's does, of which ``undo`` is told.
     """
     params, kind = bridge.optimizer_parameters(optimizer), type(optimizer).__name__
     if state["class"] != kind:
@@ -193,11 +179,7 @@ def writes_to(
 
 
 def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -> Iterator[tuple[Tensor, Write]]:
-    """The writes that give a model's tensor, and the master it may have, what ``Encoder.parameter`` saved.
-
-    Raises:
-        CheckpointError: shapes differ, or one is of integers.
-    """
+    """The writes that give a model's tensor, and the master it may have, what ``Encoder.parameter`` saved."""
     value, precise = saved["value"], saved["master"] or saved["value"]
     same = value["dtype"] == bridge.canonical_dtype(tensor.dtype)
     yield tensor, partial(bridge.write_bytes, tensor, decoder.bits_for(value if same else precise, tensor, what))
@@ -278,7 +260,10 @@ def _netcl_write(
     where = f"{decoder.path}: {where}, {type(optimizer).__name__},"
     attributes = {name: decoder.value(value) for name, value in state["attributes"].items()}
     by_parameter = {
-        name: {order[int(index)]: (_value_of(item, decoder), item["place"]) for index, item in items.items()}
+        name: {
+            order[int(index)]: (decoder.value(x["value"] if x["place"] == "value" else x), x["place"])
+            for index, x in items.items()
+        }
         for name, items in state["by_parameter"].items()
     }
     _check_attributes(optimizer, attributes, by_parameter.keys(), order, where)
@@ -288,7 +273,8 @@ def _netcl_write(
     pending = decoder.value(state["pending"])
     if pending is not None:
         pending = [pair for _, pair in sorted(zip(order, pending, strict=True), key=lambda placed: placed[0])]
-        _check_pending(params, pending, where)
+        arrays = [[np.asarray(x, np.float32) for x in (first, second)] for first, second in pending]
+        _check_sizes(params, {}, dict(enumerate(arrays)), where)
 
     def apply() -> None:
         with reading(decoder.path, where):
@@ -301,10 +287,6 @@ def _netcl_write(
             bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
 
     return apply
-
-
-def _value_of(item: Json, decoder: Decoder) -> Any:
-    return decoder.value(item["value"]) if item["place"] == "value" else decoder.array(item)
 
 
 def _check_attributes(
@@ -343,17 +325,8 @@ def _check_sizes(
             raise CheckpointError(f"{where} {name} of parameter {index} has {value.size} elements instead of {wanted}")
 
 
-def _check_pending(params: Sequence[Tensor], pending: Sequence[Any], where: str) -> None:
-    for index, (first, second) in enumerate(pending):
-        _check_sizes(params, {}, {index: [np.asarray(moment, np.float32) for moment in (first, second)]}, where)
-
-
 def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[int, list[Array]] | None:
-    """The moments of parameters that were stepped as one, by their number when they were saved.
-
-    Args:
-        sizes: of the saved parameters, in their order.
-    """
+    """The moments of parameters that were stepped as one, by their number when they were saved; ``sizes`` as well."""
     if saved is None:
         return None
     if "m_flat" not in saved:

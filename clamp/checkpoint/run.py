@@ -67,11 +67,8 @@ def save_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
 
 
 def _master(tensor: Tensor, made: Mapping[int, Tensor]) -> Tensor | None:
-    master = bridge.master_of(tensor)
-    if master is None:
-        stepped = made.get(id(tensor), tensor)
-        return None if stepped is tensor else stepped
-    return master
+    stepped = made.get(id(tensor), tensor)
+    return bridge.master_of(tensor) or (None if stepped is tensor else stepped)
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -115,7 +112,9 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
         with reading(path, "loss scales"):
             amp_state = decoder.value(content["amp"])
             if amp_state and session.active_handle():
-                steps.append(partial(_load_scales, path, _scales_for(path, amp_state)))
+                states = _scales_for(path, amp_state)
+                restore = session.require_handle()._scaling.restore
+                steps.append(partial(reading(path, "loss scales")(restore), states))
     undo.keep_tensors(tensors)
     for optimizer in stepped:
         undo.keep_optimizer(optimizer)
@@ -141,11 +140,6 @@ def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[
             f"wrap the same optimizers with the same num_loss before loading"
         )
     return {name: now[name] if name in state["off"] else s for name, s in saved.items()}
-
-
-def _load_scales(path: str | os.PathLike[str], states: Mapping[str, Any]) -> None:
-    with reading(path, "loss scales"):
-        session.require_handle()._scaling.restore(states)
 
 
 def _model_writes(
@@ -207,11 +201,7 @@ def _names(models: Sequence[Mapping[str, Tensor]]) -> Names:
 
 
 def _named(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a model with their names: a netcl module's, a dict's, a list's, or those of ``parameters()``.
-
-    Raises:
-        TypeError: it is none of these.
-    """
+    """Tensors of a model with their names: a netcl module's, a dict's, a list's, or those of ``parameters()``."""
     if bridge.is_module(model) or isinstance(model, list | tuple | dict):
         yield from bridge.module_tensors(model)
     elif callable(getattr(model, "parameters", None)):

@@ -210,12 +210,9 @@ class Meeting:
             return
         self._parted = "the training has ended on all of them"
         if error is None:
-            self._take_hooks_off()
-
-    def _take_hooks_off(self) -> None:
-        atexit.unregister(self._at_exit)
-        if sys.excepthook is self._our_hook:
-            sys.excepthook = self._hook
+            atexit.unregister(self._at_exit)
+            if sys.excepthook is self._our_hook:
+                sys.excepthook = self._hook
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         """An exception ends this process: without an end to the whole job the others would wait for it for ever."""
