@@ -254,7 +254,9 @@ def _look(tape: Tape | None, watched: bool) -> None:
         node = nodes.pop()
         value = node.value
         # Whose value others hold, gradient functions before all, would only seem to go.
-        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo) or (watched and _is_to_be_seen(node)):
+        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo):
+            continue
+        if watched and not all(hasattr(x, "is_observed") for x in (node, *bridge.children([node]))):
             continue
         if getrefcount(node) - _OWN != bridge.references(node, tape) or (
             host_steps.recorder() is None and bridge.memory_is_held(value)  # else the recording's launches hold it
@@ -283,7 +285,3 @@ def unread(nodes: Sequence[Node]) -> frozenset[int]:
             found.append(place)
             ids.add(id(node))
     return frozenset(found)
-
-
-def _is_to_be_seen(node: Node) -> bool:
-    return not all(hasattr(x, "is_observed") for x in (node, *bridge.children([node])))

@@ -67,12 +67,8 @@ def percent(share: float) -> str:
 
 
 def by_layer(params: Sequence[Tensor], counts: Mapping[int, Counts]) -> list[LayerUpdates]:
-    """The counts of an optimizer's parameters layer by layer, those that lose the greatest part first.
-
-    Args:
-        params: all of the optimizer's.
-        counts: by ids of some of them.
-    """
+    """The counts of an optimizer's parameters, by their ids, layer by layer: those that lose the greatest part come
+    first."""
     found: dict[tuple[str, str], list[Counts]] = {}
     for param, name in zip(params, bridge.parameter_names(params), strict=True):
         if id(param) in counts:

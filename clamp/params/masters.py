@@ -146,9 +146,6 @@ def pairs(optimizer: Any) -> list[Pair]:
 
     What a user has added to ``params`` meanwhile is taken in: 16-bit parameters are replaced by their masters,
     and an optimizer of netcl's gets state for new parameters.
-
-    Raises:
-        TypeError: the optimizer has no ``params``, or they are not tensors.
     """
     owned = bridge.is_netcl_optimizer(optimizer)
     found: list[Pair] = []
@@ -198,14 +195,8 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
 
 
 def gathered(optimizer: Any, found: list[Pair] | None = None) -> list[Pair]:
-    """Gives masters the gradients for their optimizer's ``step``.
-
-    Args:
-        found: what ``split`` has returned, if it was asked already, and what this returns.
-
-    Raises:
-        RuntimeError: a gradient is still multiplied by a loss scale.
-    """
+    """Gives masters the gradients for their optimizer's ``step``. Returns what ``split`` does, which is taken from
+    ``found`` if it was asked already."""
     found = split(optimizer) if found is None else found
     gradient_marks.require_unscaled(
         getattr(optimizer, "params", ()),

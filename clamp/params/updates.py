@@ -82,12 +82,8 @@ class OptimizerStep:
             self._ready = self._found(params, places)
 
     def __call__(self) -> Any:
-        """Steps the optimizer.
-
-        Raises:
-            TypeError, ValueError: a gradient is none that netcl's step could read, or the step is netcl's to make and
-                parameters consist of parts. Nothing was changed.
-        """
+        """Steps the optimizer, or raises: a gradient is none that netcl's step could read, or the step is netcl's to
+        make and parameters consist of parts. Nothing was changed then."""
         params = bridge.stepped(self._optimizer)
         try:
             pieces = self._pieces(params)
@@ -205,9 +201,6 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
 
     Args:
         found: what ``masters.gathered`` returned.
-
-    Raises:
-        TypeError: as ``masters.require_steppable``.
     """
     for master, _ in found:
         if isinstance(master, MasterInParts):
@@ -242,11 +235,7 @@ def _rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], N
 
 
 def _whole(optimizer: Any, pieces: list[Callable[[], Any]], *, has_begun: bool = False) -> None:
-    """Makes the pieces of a step, all of them or none.
-
-    Args:
-        has_begun: whether some have been made already.
-    """
+    """Makes the pieces of a step, all of them or none; some may have been made already."""
     total = len(pieces)
     try:
         in_turn(pieces)

@@ -310,8 +310,8 @@ def unscale_gradients(
         The scalers of the queues where there were gradients, and how many gradients there were on any backend.
 
     Raises:
-        ValueError: a 16-bit parameter has no master.
-        RuntimeError: a gradient is multiplied by another scaler's scale. Nothing was changed.
+        ValueError, RuntimeError: a 16-bit parameter has no master; a gradient is multiplied by another scaler's scale.
+            Nothing was changed.
     """
     count = 0
     by_queue: dict[cl.CommandQueue, list[tuple[Tensor, Tensor, Tensor]]] = {}  # master, model, gradient

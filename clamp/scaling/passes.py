@@ -48,9 +48,6 @@ def scaled_pass(
         optimizers: those whose parameters it is to reach.
         guards: theirs.
         scaling: of the handle whose pass this is.
-
-    Raises:
-        RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
     ranks = None if scaling is None else scaling.ranks
     repeats: Repeats | None = None
@@ -321,11 +318,7 @@ class PassScaling:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Gives loss scales these states, by name; on an error all keep theirs.
-
-        Raises:
-            ValueError: a state is malformed.
-        """
+        """Gives loss scales these states, by name; on an error all keep theirs."""
         scalers, before = self._by_name(), self.state_dict()
         try:
             for name, saved in state.items():

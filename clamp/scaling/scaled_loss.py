@@ -60,9 +60,6 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
 
     Args:
         on_run: called when a backward runs through the node.
-
-    Raises:
-        RuntimeError: the loss has lost its graph.
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
@@ -88,14 +85,8 @@ def is_scaled(node: Node) -> bool:
 
 
 def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
-    """The loss scale of a backward from ``root``, None if nothing is scaled.
-
-    Args:
-        scaled: the nodes of root's graph that multiply by a scale.
-
-    Raises:
-        RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
-    """
+    """The loss scale of a backward from ``root``, None if nothing is scaled; ``scaled`` are the nodes of root's graph
+    that multiply by a scale. What would be of several scales, of one twice, or scaled in part, is refused."""
     if not scaled:
         if any(root is around.refused for around in delivery.running.waiting.values()):
             raise RuntimeError(

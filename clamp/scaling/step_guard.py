@@ -102,10 +102,6 @@ class StepGuard(bridge.Listed):
             scale_stays: whether the scale has not moved since those passes, as it is updated after the step.
             prepare: what of ``run`` can be done before the device says whether a gradient is inf or nan.
             is_plain: whether ``run`` calls the optimizer's step without arguments.
-
-        Raises:
-            RuntimeError: a gradient is still multiplied by a loss scale.
-            FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
         if are_steps_withheld():
             if _withheld.instead is not None:
@@ -305,19 +301,22 @@ class StepGuards(bridge.Listed):
         return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
     def of(self, optimizer: Any) -> StepGuard:
-        """The guard of an optimizer that has scaled passes, with its bit.
-
-        Raises:
-            TypeError: the optimizer has no usable ``params`` or no ``step``.
-            RuntimeError: more optimizers than a scaler has bits for.
-        """
+        """The guard of an optimizer that has scaled passes, with its bit."""
         guard = self._by_id.get(id(optimizer))
         if guard is None or guard.optimizer is not optimizer or not guard.mask:
             params = bridge.optimizer_parameters(optimizer)
             if not callable(getattr(optimizer, "step", None)):
                 raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
             guard = self._guard(optimizer)
-            guard.mask = 1 << self._free_bit()
+            used = {other.mask for other in self._scaled if other.optimizer is not None}
+            free = [1 << bit for bit in range(MAX_OPTIMIZERS) if 1 << bit not in used]
+            if not free:
+                raise RuntimeError(
+                    f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, whose scales have one bit for each: "
+                    "let those go that have ended (del optimizer), or give parameters that are stepped together to one "
+                    "optimizer"
+                )
+            guard.mask = free[0]
             _mark_plain_tensors(optimizer, params)
         return guard
 
@@ -345,16 +344,6 @@ class StepGuards(bridge.Listed):
         """Forgets what scalers have noted for these guards: the next steps look at the gradients again."""
         for guard in self._by_id.values():
             guard.token = object()
-
-    def _free_bit(self) -> int:
-        used = {guard.mask for guard in self._scaled if guard.optimizer is not None}
-        for bit in range(MAX_OPTIMIZERS):
-            if 1 << bit not in used:
-                return bit
-        raise RuntimeError(
-            f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, whose scales have one bit for each: let those"
-            " go that have ended (del optimizer), or give parameters that are stepped together to one optimizer"
-        )
 
     def found_in(self, grads: Iterable[Tensor]) -> bool:
         """Returns whether any of these gradients has an inf or nan; one launch and one read a queue."""
