@@ -16,7 +16,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is, as_node, bound
-from clamp.casting.registry import implements
+from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
 from clamp.ops.elementwise import elementwise
@@ -78,22 +78,19 @@ def _pair_loss(
     return bound(loss, gradients, name, tape)
 
 
-@implements("netcl.autograd.mse_loss", "netcl.nn.loss.mse_loss", uses=(loss_sum,))
-def mse_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """Sum of ``(pred - target)**2``, of one shape. The gradient is ``2 * (pred - target) * grad``."""
-    return _pair_loss(casting, "mse_loss", "mse", pred, target, tape)
+def _sum_of_pairs(kind: str, name: str, *more: str) -> Function:
+    @implements(f"netcl.autograd.{name}", *more, uses=(loss_sum,))
+    def function(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
+        return _pair_loss(casting, name, kind, pred, target, tape)
+
+    return function
 
 
-@implements("netcl.autograd.l2_loss", uses=(loss_sum,))
-def l2_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """netcl's second name for ``mse_loss``."""
-    return _pair_loss(casting, "l2_loss", "mse", pred, target, tape)
-
-
-@implements("netcl.autograd.l1_loss", uses=(loss_sum,))
-def l1_loss(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """Sum of ``|pred - target|``. The gradient where they are equal is 0."""
-    return _pair_loss(casting, "l1_loss", "l1", pred, target, tape)
+# Sum of ``(pred - target)**2``, of one shape, under two names of netcl's. The gradient is that of this sum.
+mse_loss = _sum_of_pairs("mse", "mse_loss", "netcl.nn.loss.mse_loss")
+l2_loss = _sum_of_pairs("mse", "l2_loss")
+# Sum of ``|pred - target|``. The gradient where they are equal is 0.
+l1_loss = _sum_of_pairs("l1", "l1_loss")
 
 
 @implements("netcl.autograd.smooth_l1_loss", uses=(loss_sum,))

@@ -6,38 +6,35 @@ from typing import Any
 
 from clamp.bridge import Tape, Tensor
 from clamp.casting.operands import Casting, bound, float_operands
-from clamp.casting.registry import implements
+from clamp.casting.registry import Function, implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
 from clamp.ops.arguments import around_axis, axis_of
 
 
-def _reduce(casting: Casting, x: Any, axis: int | None, keepdims: bool, take_mean: bool, tape: Tape | None) -> Any:
-    (operand,) = float_operands(casting, x)
-    shape, name = operand.shape, "mean" if take_mean else "sum"
-    axis = None if axis is None else axis_of(name, axis, len(shape))
-    divisor = float(around_axis(shape, axis)[1]) if take_mean else 1.0
-    out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
+def _reduction(name: str) -> Function:
+    """Sum or mean over one axis, or over everything into shape (1,); accumulated in fp32, rounded once, so that the sum
+    of a mean cannot overflow in half. As in netcl, ``keepdims`` has no effect on one over everything."""
 
-    def gradient(grad: Tensor) -> Tensor:
-        return ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)
+    @implements(f"netcl.autograd.{name}", uses=(ops,))
+    def function(
+        casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None
+    ) -> Any:
+        (operand,) = float_operands(casting, x)
+        shape, keepdims = operand.shape, keepdims and axis is not None
+        axis = None if axis is None else axis_of(name, axis, len(shape))
+        divisor = float(around_axis(shape, axis)[1]) if name == "mean" else 1.0
+        out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
 
-    return bound(out, {operand: gradient}, name, tape, unread=(operand,))
+        def gradient(grad: Tensor) -> Tensor:
+            return ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)
+
+        return bound(out, {operand: gradient}, name, tape, unread=(operand,))
+
+    return function
 
 
-@implements("netcl.autograd.sum", uses=(ops,))
-def sum(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
-    """Sum over one axis, or over everything into shape (1,); accumulated in fp32, rounded once.
-
-    As in netcl, ``keepdims`` has no effect on a sum over everything.
-    """
-    return _reduce(casting, x, axis, keepdims and axis is not None, False, tape)
-
-
-@implements("netcl.autograd.mean", uses=(ops,))
-def mean(casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None) -> Any:
-    """Mean over one axis, or over everything into shape (1,). The sum stays in fp32 and cannot overflow in half."""
-    return _reduce(casting, x, axis, keepdims and axis is not None, True, tape)
+sum, mean = _reduction("sum"), _reduction("mean")
 
 
 @implements("netcl.autograd.softmax", "netcl.ops.softmax.softmax", uses=(softmax_ops,))
