@@ -15,7 +15,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, holding, of_threads
 from clamp.ops.elementwise import elementwise
-from clamp.params.gradient_penalties import note_result
+from clamp.params.gradient_marks import note_result
 
 
 class Observer:

@@ -13,7 +13,7 @@ import pytest
 
 from clamp.bridge import Node, Tape
 from clamp.casting.policies import Float
-from clamp.functions import loss_elementwise as F
+from clamp.functions import loss as F
 from tests.functions.operands import leaf
 from tests.reference import assert_close, to_device, to_numpy
 
