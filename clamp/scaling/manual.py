@@ -33,35 +33,7 @@ from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
 
 
-class LateScales:
-    """Reports of steps that have to hear what becomes of the scale, which is read when it is read anyway."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[Reports, int]] = []
-        self.is_due = False  # whether the scale has been updated since them
-
-    def stepped(self, reports: Reports) -> None:
-        """The last of these reports is of a step whose scale may move yet."""
-        self._steps.append((reports, reports.steps))
-
-    def updated(self) -> None:
-        """The scale after the steps so far is what it is now."""
-        self.is_due = bool(self._steps)
-
-    def came(self, scale: float) -> None:
-        """The scale has been read: tells it to those steps."""
-        for reports, step in self._steps if self.is_due else ():
-            reports.scale_came(step, scale)
-        self.forget()
-
-    def forget(self) -> None:
-        """The scale of the steps so far stays."""
-        self._steps, self.is_due = [], False
-
-
 class Stage(enum.Enum):
-    """An optimizer's stage between two updates of the scale."""
-
     READY = enum.auto()
     UNSCALED = enum.auto()
     STEPPED = enum.auto()
@@ -69,8 +41,6 @@ class Stage(enum.Enum):
 
 @dataclass
 class _Round:
-    """One optimizer from one update to the next."""
-
     optimizer: Any  # held, so that its id stays its own
     guard: StepGuard
     stage: Stage = Stage.READY
@@ -108,7 +78,10 @@ class ManualScaling:
         around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._around_step = around_step
-        self.late_scales = LateScales()  # of the steps since the last update
+        # Reports whose last step has to hear what becomes of the scale, which is read when it is read anyway; whether
+        # it has been updated since them.
+        self._late: list[tuple[Reports, int]] = []
+        self._is_late_due = False
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self._lost_bits = False  # whether a word was said about losses that are not scaled
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
@@ -128,8 +101,20 @@ class ManualScaling:
 
     def settle(self) -> None:
         """Tells the reports of steps before the last update what has become of the scale; reads the device then."""
-        if self.late_scales.is_due and recorder() is None:
-            self.late_scales.came(float(self.state_dict()["loss_scale"]))
+        if self._is_late_due and recorder() is None:
+            self._scale_came(float(self.state_dict()["loss_scale"]))
+
+    def tell_later(self, reports: Reports) -> None:
+        """The last of these reports is of a step whose scale may move yet."""
+        self._late.append((reports, reports.steps))
+
+    def _scale_came(self, scale: float) -> None:
+        for reports, step in self._late if self._is_late_due else ():
+            reports.scale_came(step, scale)
+        self._forget_late()
+
+    def _forget_late(self) -> None:
+        self._late, self._is_late_due = [], False
 
     def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
         scaler = self._scale_class(rule=replace(self._rule, min=SMALLEST, max=LARGEST))
@@ -222,9 +207,9 @@ class ManualScaling:
                 result = round_.guard.step(run, scale_stays=True)
             finally:
                 if reports.steps > steps:
-                    if self.late_scales.is_due:
-                        self.late_scales.came(reports.history[-1].scale_before)
-                    self.late_scales.stepped(reports)
+                    if self._is_late_due:
+                        self._scale_came(reports.history[-1].scale_before)
+                    self.tell_later(reports)
         round_.stage = Stage.STEPPED
         return result
 
@@ -256,7 +241,7 @@ class ManualScaling:
         else:
             for scaler in self._scalers.values():
                 scaler.adjust()
-        self.late_scales.updated()
+        self._is_late_due = bool(self._late)
         self._rounds.clear()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
@@ -275,13 +260,13 @@ class ManualScaling:
         for scaler in self._scalers.values():
             _allow(scaler, scale)
             scaler.set_scale(scale)
-        self.late_scales.updated()
+        self._is_late_due = bool(self._late)
         self._rounds.clear()
 
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
         host_step(self._rounds.clear)
-        host_step(self.late_scales.forget)
+        host_step(self._forget_late)
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:

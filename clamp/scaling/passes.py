@@ -161,7 +161,6 @@ class PassScaling:
         self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
 
     def guard(self, optimizer: Any) -> StepGuard:
-        """The guard over this optimizer's ``step``."""
         guard = self.guards.of(optimizer)
         self._wrap_step(optimizer)
         return guard
@@ -376,7 +375,7 @@ class PassScaling:
         finally:
             if reports.steps > steps:
                 guard.decided_by(reports.history[-1], stepped=guard.last is not last)
-                scaling.late_scales.stepped(self.guards.reports)
+                scaling.tell_later(self.guards.reports)
                 self._shown = weakref.ref(scaling)
 
 
