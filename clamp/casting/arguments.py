@@ -194,7 +194,6 @@ def _is_container(x: Any) -> bool:
 
 
 def _items(x: Any) -> dict[Any, Any]:
-    """Returns the items of a container, by key or by position."""
     if type(x) is dict:
         return x.copy()
     if isinstance(x, (dict, MappingProxyType)):
@@ -222,7 +221,6 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 def _copied(x: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-    """A container as x, of other items and attributes."""
     if isinstance(x, MappingProxyType):
         return MappingProxyType(items)
     base: Any = next((base for base in _BASES if isinstance(x, base)), object)
@@ -308,8 +306,6 @@ class CastArguments:
 
 
 def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Conversion:
-    """Casts every floating node and tensor in nested containers."""
-
     def cast_one(x: TensorLike) -> TensorLike:
         return cast_node(x, dtype, report, use_cache) if bridge.is_floating(x.value) else x
 

@@ -69,12 +69,10 @@ class Entry:
 
     @cached_property
     def module(self) -> str:
-        """Name of the module that defines the function."""
         return self.name.rpartition(".")[0]
 
     @cached_property
     def function(self) -> str:
-        """The function's own name."""
         return self.name.rpartition(".")[2]
 
 
@@ -178,7 +176,6 @@ class PolicyTable:
         ]
 
     def merged(self, other: Iterable[Entry]) -> PolicyTable:
-        """This table with the entries of another on top."""
         return PolicyTable([*self._entries.values(), *other], self.calls)
 
     def at_level(self, level: str) -> PolicyTable:
@@ -263,7 +260,6 @@ def netcl_defects() -> Mapping[str, str]:
 
 
 def read_list(path: str | Path) -> list[Entry]:
-    """Entries of a user's list file."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
     return parse_list(_text_of(path), str(path))

@@ -172,7 +172,6 @@ class Encoder:
         self._tensors: dict[int, tuple[Tensor, Json]] = {}  # with the tensor, so that its id stays its own
 
     def parameter(self, tensor: Tensor, master: Tensor | None) -> Json:
-        """A model's tensor, and the fp32 master that it may have."""
         return {"value": self.tensor(tensor), "master": None if master is None else self.tensor(master)}
 
     def array(self, array: Array, dtype: str) -> Json:
@@ -181,7 +180,6 @@ class Encoder:
         return {"array": name, "dtype": dtype}
 
     def tensor(self, tensor: Tensor) -> Json:
-        """A tensor's bits."""
         if id(tensor) not in self._tensors:
             dtype = bridge.canonical_dtype(tensor.dtype)
             words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)

@@ -132,7 +132,6 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
 
 
 def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states that the handle's loss scales are to have."""
     now, saved = session.state_dict(), state["scales"]
     if now.keys() != saved.keys():
         raise CheckpointError(

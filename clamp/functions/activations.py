@@ -85,13 +85,11 @@ def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape:
 def hard_tanh(
     casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
 ) -> Any:
-    """x, not below min_val and not above max_val."""
     return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
 
 
 @implements("netcl.autograd.pow", uses=(elementwise,))
 def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
-    """x to a fixed power."""
     return apply_unary(casting, x, tape, "pow", "pow_grad", number("pow", "exponent", exponent))
 
 
@@ -164,7 +162,6 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
 
 @implements("netcl.ops.elementwise.prelu_backward", uses=(prelu_ops,))
 def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and alpha from that of ``prelu``'s result."""
     operand, slope = _prelu_operands(casting, x, alpha)
     grad = as_is(grad_out)
     return prelu_ops.prelu_backward(

@@ -37,7 +37,6 @@ _NUMBERS = (int, float, np.floating, np.integer)
 
 
 def is_scalar(x: object) -> bool:
-    """Returns whether x is a Python or numpy number."""
     return isinstance(x, _NUMBERS)
 
 
@@ -225,7 +224,6 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
 def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor) -> Tensor:
-    """The gradient where the mask is zero, 0 elsewhere."""
     operand, where = _masked_operands(casting, grad_out, mask)
     return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
 

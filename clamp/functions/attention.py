@@ -41,7 +41,6 @@ def flash_attention(
 def _gradients(
     q: Operand, k: Operand, v: Operand, lse: Tensor, grad: Tensor, causal: bool, scale: float | None
 ) -> ops.Gradients:
-    """Gradients of q, k and v, each in its own dtype."""
     dtypes = (q.grad_dtype, k.grad_dtype, v.grad_dtype)
     return ops.attention_backward(q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=dtypes)
 

@@ -228,7 +228,6 @@ def tensor_conv2d_backward(
 def fused_conv_bias_relu(
     casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0
 ) -> Any:
-    """``conv2d_relu`` of bare tensors."""
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)
 

@@ -49,7 +49,6 @@ def host_integers(index: Any, dtype: Any = np.int64) -> Any:
 
 
 def int32_on_device(host: Any, queue: Any) -> Tensor:
-    """Integers of the host as an int32 tensor."""
     if host.size == 0:
         return bridge.empty(queue, (0,), "int32")
     return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")

@@ -141,7 +141,6 @@ def batch_norm2d_leaky_relu(
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
-    """leaky_relu of ``batch_norm2d``, in its store."""
     return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
@@ -212,7 +211,6 @@ def tensor_group_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
     eps: float = 1e-5,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm_backward", xo.shape)
     (go,) = _parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
@@ -276,7 +274,6 @@ def _last_axis(name: str, x: Operand) -> int:
 def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
     n = _last_axis("layer_norm_backward", xo)
     (go,) = _parameters_of("layer_norm_backward", xo, n, gamma)
@@ -311,7 +308,6 @@ def rms_norm(
 def tensor_rms_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and gamma."""
     (xo,) = float_operands(casting, x)
     n = _last_axis("rms_norm_backward", xo)
     (go,) = _parameters_of("rms_norm_backward", xo, n, gamma)
@@ -344,5 +340,4 @@ def l2_normalize(casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e
 
 @implements("netcl.nn.loss.l2_normalize", uses=(rows_ops, permute))
 def tensor_l2_normalize(casting: Casting, x: Tensor, dim: int = -1, eps: float = 1e-8) -> Any:
-    """``l2_normalize`` of a bare tensor."""
     return l2_normalize(casting, x, dim, eps)

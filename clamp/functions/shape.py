@@ -171,7 +171,6 @@ def _joined(
 
 @implements("netcl.ops.transpose.transpose2d", uses=(ops, cast))
 def tensor_transpose2d(casting: Casting, x: Any) -> Any:
-    """Transpose of a bare matrix."""
     (operand,) = casting.operands(as_node(x))
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")

@@ -142,7 +142,6 @@ def _sliced(
 def _along(
     casting: Casting, x: Any, axis: int, stretches: Sequence[tuple[int, int]], name: str, tape: Tape | None
 ) -> list[Any]:
-    """Slices of x along one axis."""
     shape = shape_of(x)
     axis = axis_of(name, axis, len(shape))
     for start, length in stretches:

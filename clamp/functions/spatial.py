@@ -290,7 +290,6 @@ def rotate_2d_grid(
 def tensor_upsample_backward(
     casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False
 ) -> Tensor:
-    """The gradient of ``upsample`` from that of its result."""
     (grad,) = _operands(casting, grad_out)
     shape = tuple(int(extent) for extent in in_shape)
     dtype = casting.result_dtype(grad)
@@ -302,7 +301,6 @@ def tensor_grid_sample_backward(
     casting: Casting, grad_out: Any, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of image and grid from that of ``grid_sample``'s result."""
     _require_bilinear(mode)
     grad, image, places = _operands(casting, grad_out, x, grid)
     dtype = casting.result_dtype(image)
@@ -316,7 +314,6 @@ def tensor_grid_sample_backward(
 def tensor_affine_grid_backward(
     casting: Casting, grad_grid: Any, size: Sequence[int], align_corners: bool = False
 ) -> Tensor:
-    """The gradient of ``affine_grid``'s theta from that of the grid."""
     (grad,) = _operands(casting, grad_grid)
     expected = (int(size[0]), int(size[2]), int(size[3]), 2)
     if grad.shape != expected:

@@ -64,7 +64,6 @@ def mark_of(grad: Any) -> Mark | None:
 
 
 def set_mark(grad: Tensor, mark: Mark | None) -> None:
-    """Marks a gradient; None takes a mark off."""
     if mark is not None:
         grad._loss_scaling = mark
     elif hasattr(grad, "_loss_scaling"):
@@ -259,7 +258,6 @@ def give_each_its_own(params: Iterable[Any]) -> None:
 
 
 def copied(grad: Tensor) -> Tensor:
-    """A copy of a gradient, with its mark."""
     copy = bridge.empty(grad.queue, grad.shape, bridge.canonical_dtype(grad.dtype))
     transfer.copy(grad.queue, copy.buffer, grad.buffer, bridge.nbytes(grad))
     set_mark(copy, mark_of(grad))

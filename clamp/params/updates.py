@@ -159,7 +159,6 @@ class StepClock:
         self._last: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id, as above
 
     def tick(self, optimizer: Any) -> None:
-        """The optimizer steps."""
         self.now += 1
         key = id(optimizer)
         known = self._last.get(key)
@@ -173,7 +172,6 @@ class StepClock:
         return known is not None and known[0]() is optimizer and known[1] > time
 
     def stepped_since(self, param: Tensor, time: int) -> bool:
-        """Returns whether an optimizer that has the parameter has stepped after that time."""
         if self.now == time:
             return False
         later = [optimizer() for optimizer, last in self._last.copy().values() if last > time]
@@ -250,8 +248,6 @@ def _grads_of(optimizer: Any) -> list[Any]:
 
 
 class _Ready(NamedTuple):
-    """A step that is ready to be made."""
-
     launches: MultiUpdate
     update: bridge.Update
     copies: Sequence[Copy | None]

@@ -106,7 +106,6 @@ class Meeting:
         return self._open[-1]
 
     def is_open(self, begun: object) -> bool:
-        """Returns whether this pass's header has not been exchanged yet."""
         return any(one is begun for one in self._open)
 
     def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:
@@ -238,7 +237,6 @@ class Meeting:
 
 
 def _done(request: Any, seconds: float) -> bool:
-    """Returns whether an exchange completes in time."""
     deadline = time.monotonic() + seconds
     while not request.Test():
         if time.monotonic() > deadline:

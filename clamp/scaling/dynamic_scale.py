@@ -127,7 +127,6 @@ class DynamicLossScale(LossScale):
 
     @property
     def _arguments(self) -> tuple[float, ...]:
-        """The rule's numbers, as kernels take them."""
         rule = self.rule
         return (
             rule.growth,

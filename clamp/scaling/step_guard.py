@@ -321,7 +321,6 @@ class StepGuards(bridge.Listed):
         return guard
 
     def _guard(self, optimizer: Any) -> StepGuard:
-        """The guard of an optimizer, made at its first use."""
         guard = self._by_id.get(id(optimizer))
         if guard is None or guard.optimizer is not optimizer:
             self._by_id = {key: known for key, known in self._by_id.items() if known.optimizer is not None}
