@@ -109,7 +109,7 @@ def checked(heard: frozenset[object]) -> Mark:
 
 def lost_bits(params: Iterable[Any]) -> bool:
     """Returns whether a parameter's gradient came through float16 from a loss that was not scaled."""
-    return any(map(has_lost_bits, [getattr(param, "grad", None) for param in params]))
+    return any(has_lost_bits(getattr(bridge.model_parameter(param), "grad", None)) for param in params)
 
 
 def noted_elsewhere(params: Iterable[Any]) -> list[Tensor]:

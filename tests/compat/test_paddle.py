@@ -164,6 +164,7 @@ def test_moments_of_an_optimizer_built_before_survive(queue: cl.CommandQueue) ->
     assert optimizer.t == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*loss that was not scaled:UserWarning")
 def test_without_master_weights_16_bits_are_all_there_is(queue: cl.CommandQueue) -> None:
     for master_weight, expected in ((None, 1 - 40 * 2.0**-13), (True, 1 - 40 * 2.0**-13), (False, 1.0)):
         model = Linear(queue, 4, 3, bias=False)
