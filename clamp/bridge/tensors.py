@@ -129,15 +129,18 @@ def without_dicts(kind: type, *names: str) -> None:
     """Lets objects of a class have these attributes, which clamp adds, without a dict of their own.
 
     CPython keeps attributes apart from dicts where the first few objects of the class have had all of them, and nobody
-    asks for ``vars``. Where some objects have dicts and others have none, reading any attribute takes several times as
-    long.
+    asks for ``vars``; a class has room for 30. Where some objects have dicts and others have none, reading any
+    attribute takes several times as long.
     """
     first: Any = object.__new__(kind)
     for name in names:
         setattr(first, name, None)
 
 
-_NOTED = ("_loss_scaling", "_serial", "_base", "_given_by", "_stepped_by", "_shared", "_made_from_gradient")
+_NOTED = (
+    "_loss_scaling", "_serial", "_base", "_given_by", "_stepped_by", "_shared", "_made_from_gradient", "_has_optimizer",
+    "_model_param",
+)  # fmt: skip
 without_dicts(Tensor, *_NOTED)
 without_dicts(Parameter, *_NOTED)
 
