@@ -34,7 +34,7 @@ def needs_grad(x: TensorLike) -> bool:
     return x.grad_fn is not None or x.requires_grad or (isinstance(x.value, Tensor) and is_trained(x.value))
 
 
-without_dicts(Node, "is_clamps", "place_on_tape", "children", "last_pass")
+without_dicts(Node, "is_clamps", "place_on_tape", "children", "last_pass", "is_lost")
 
 
 class _WithBackward(Node):  # type: ignore[misc]

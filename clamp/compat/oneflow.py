@@ -259,7 +259,8 @@ class Graph:
             if step_clock.has_ticked(optimizer, begin):
                 raise RuntimeError(
                     f"{type(self).__name__}.build has called {type(optimizer).__name__}.step(), and the graph steps "
-                    "its optimizers itself when build is done, so that they would step twice: leave it out"
+                    "its optimizers itself when build is done, so that they would step twice: leave it out. What it "
+                    "has changed stays changed"
                 )
         if not self._passes:
             raise RuntimeError(

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,7 +200,7 @@ def source(name: str) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of ``kernels/``; two of the same file and name are one."""
+    """A kernel of ``kernels/``; two of the same fields are one."""
 
     file: str  # name of the file
     name: str  # of the kernel in it
@@ -265,13 +265,17 @@ class Kernel:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        if self.tensors:
-            names = compress(self.tensors.split(), self._are_typed)
-            types = {f"{name}_T": READ_STORAGE[dtype] for name, dtype in zip(names, dtypes, strict=True)}
-            macros = {self.name.upper(): 1, **types, **macros}
-        built = _get_program(queue.context, self.file, macros, self.finish, self.options)
+        built = _get_program(queue.context, self.file, self.macros(dtypes, macros), self.finish, self.options)
         _per_thread.kernels[key] = kernel = built.kernel(self.name)
         return kernel
+
+    def macros(self, dtypes: Iterable[str], macros: Mapping[str, object]) -> dict[str, object]:
+        """Returns what `on` compiles with: these, those of the storage types and that of the kernel's section."""
+        if not self.tensors:
+            return dict(macros)
+        names = compress(self.tensors.split(), self._are_typed)
+        types = {f"{name}_T": READ_STORAGE[dtype] for name, dtype in zip(names, dtypes, strict=True)}
+        return {self.name.upper(): 1, **types, **macros}
 
     def bind(
         self, queue: cl.CommandQueue, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, /, *args: Any,
@@ -286,6 +290,7 @@ class Kernel:
         Raises:
             KernelBuildError: as `on`.
         """
+        assert not self.tensors, "the storage types of repeated launches are given as macros"
         built = _get_program(queue.context, self.file, macros, self.finish, self.options)
         kernel = built.kernel(self.name)
         numbers = [place for place, name in enumerate(built.signatures[self.name]) if not name.endswith("*")]

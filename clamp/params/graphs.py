@@ -60,6 +60,7 @@ def ran(computed: Iterable[Node], reached: Sequence[Tensor], retain_graph: bool)
         _passes[key] = weakref.ref(last, partial(_passes.pop, key))
     for node in computed:
         node.last_pass = last
+    _Backwards.count += 1
 
 
 def is_over_at_step(computed: Sequence[Node], leaves: Iterable[Any], retain_graph: bool) -> bool:
@@ -140,13 +141,19 @@ def _gone(grad: Tensor) -> list[Tensor | None]:
 
 ENDED = "amp.record"  # the name of a node that stands for what a recorded function computed, without the graph
 
-_asked: dict[int, tuple[weakref.ref[Node], Callable[[], None]]] = {}  # by id of the node
+
+class _Backwards:
+    count = 0  # how many have run
 
 
-def ask_before_backward(node: Node, call: Callable[[], None]) -> None:
-    """Calls something before a backward runs through a node."""
+# By id of the node: it, and a method, neither of which is kept alive.
+_asked: dict[int, tuple[weakref.ref[Node], weakref.WeakMethod[Callable[[], None]]]] = {}
+
+
+def ask_before_backward(node: Node, method: Callable[[], None]) -> None:
+    """Calls a method, if its object still lives, before a backward runs through a node."""
     key = id(node)
-    _asked[key] = weakref.ref(node, lambda _: _asked.pop(key, None)), call
+    _asked[key] = weakref.ref(node, partial(_asked.pop, key)), weakref.WeakMethod(method)
 
 
 def backward_begins(computed: Iterable[Node], cut: Iterable[Node]) -> None:
@@ -160,8 +167,8 @@ def backward_begins(computed: Iterable[Node], cut: Iterable[Node]) -> None:
         RuntimeError: one of these stands for what a recorded function computed.
     """
     for node in computed if _asked else ():
-        if id(node) in _asked and _asked[id(node)][0]() is node:
-            _asked.pop(id(node))[1]()
+        if id(node) in _asked and _asked[id(node)][0]() is node and (method := _asked.pop(id(node))[1]()) is not None:
+            method()
     for node in cut:
         if node.op_name == ENDED:
             raise RuntimeError(
@@ -171,10 +178,32 @@ def backward_begins(computed: Iterable[Node], cut: Iterable[Node]) -> None:
             )
 
 
+def is_computed_from_trained(node: Node) -> bool:
+    """Returns whether an op has computed a node from something that is trained, on a tape that lives or has died."""
+    if not node.parents and node.op_name is None:
+        return False
+    return any(bridge.needs_grad(x) for x in bridge.graph(node) if not x.parents)
+
+
+def tape_begins(tape: Tape) -> None:
+    """A tape has been made: whether a backward runs while it lives is known from now on."""
+    tape.began = _Backwards.count
+
+
+def tape_ends(tape: Tape) -> None:
+    """A tape dies, and cuts the graph of its nodes: which of them is lost is noted.
+
+    Where a backward has run meanwhile, the graph had its use, and what is cut is how a recurrent network's backward is
+    truncated.
+    """
+    if tape.began == _Backwards.count:
+        for node in tape.nodes:
+            node.is_lost = node.requires_grad
+
+
 def is_lost(node: Node) -> bool:
-    """Returns whether a node without parents was computed from what is trained, and the tape that recorded it died
-    before any backward ran through it. Afterwards is what truncates a recurrent network's."""
-    return bridge.is_cut(node) and node.requires_grad and not hasattr(node, "last_pass")
+    """Returns whether a node was computed from what is trained, and its tape died before any backward ran."""
+    return getattr(node, "is_lost", False)
 
 
 # ---------------------------------------------------------------------------------------------- in the forward

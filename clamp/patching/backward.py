@@ -65,6 +65,15 @@ def gradient_storage_key(own: Any, tensor: Tensor) -> tuple[Any, ...]:
 def make_tape(wrapped: Any, instance: Tape, /, retain_grads: bool = False) -> None:
     """A tape whose ``backward`` keeps the gradients of computed nodes only if told so, as that of a node does."""
     wrapped(retain_grads)
+    graphs.tape_begins(instance)
+
+
+@meets("netcl.autograd.engine.Tape.__del__")
+def end_tape(wrapped: Any, instance: Tape, /) -> None:
+    """The end of a tape, which cuts its graph."""
+    if hasattr(instance, "began"):  # not made before AMP was
+        graphs.tape_ends(instance)
+    wrapped()
 
 
 @replaces("netcl.autograd.engine.Node.grad")
@@ -156,10 +165,10 @@ def _warn_of_dead_tapes(cut: list[Node]) -> None:
     """Says that parts of a loss were computed from what is trained, and have lost their graph."""
     if cut:
         warn_user(
-            f"backward has come to what {cut[0].op_name} gave, of shape {tuple(cut[0].shape)}, which has no graph any "
-            "more: the tape that recorded it is gone, and netcl cuts the graph with it. What it was computed from gets "
-            "no gradient here. Keep the tape until backward has run, or compute it without one; what is meant as a "
-            "constant is ag.tensor(node.value)"
+            f"backward has come to what {cut[0].op_name} gave, which has no graph any more: the tape that recorded it "
+            "is gone, and netcl cuts the graph with it. What it was computed from gets no gradient here. Keep "
+            "the tape until backward has run, or compute it without one; what is meant as a constant is "
+            "ag.tensor(node.value)"
         )
 
 

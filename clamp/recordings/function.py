@@ -169,7 +169,7 @@ class RecordedFunction:
         self._variants.ran(key, watch)
         self._numbers[watch] = _numbers_in(result)
         for x in leaves_of(result):
-            if isinstance(x, Node) and not bridge.is_leaf(x):
+            if isinstance(x, Node) and graphs.is_computed_from_trained(x):
                 graphs.ask_before_backward(x, self._graph_is_used)
         return result
 

@@ -13,7 +13,7 @@ from clamp.casting import arguments
 from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
-from clamp.params.graphs import ENDED
+from clamp.params.graphs import ENDED, is_computed_from_trained
 from clamp.params.weight_cache import weights
 from clamp.recordings.arguments import PLAIN, Arguments, leaves_of, mapped
 from clamp.recordings.attempt import Attempt
@@ -31,14 +31,16 @@ class CannotReplay(Exception):
 
 def without_graph(node: Node) -> Node:
     """A node of the same value: backward runs inside a recorded function, or not at all."""
-    return Node(value=node.value, op_name=node.op_name if bridge.is_leaf(node) else ENDED)
+    return Node(value=node.value, op_name=ENDED if is_computed_from_trained(node) else node.op_name)
 
 
 def detached(result: Any) -> Any:
     """Nested results with nodes that have no graph."""
 
     def convert(x: Any) -> Any:
-        return value_now(x) if not isinstance(x, Node) or bridge.is_leaf(x) else without_graph(x)
+        if not isinstance(x, Node):
+            return value_now(x)
+        return x if bridge.is_leaf(x) and not is_computed_from_trained(x) else without_graph(x)
 
     return mapped(result, convert)
 

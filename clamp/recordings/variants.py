@@ -105,6 +105,8 @@ class Variants:
 
     def add(self, key: Key, recorded: Replayable, before: Watch) -> None:
         """The pass has been recorded."""
+        if self._never:  # a backward meanwhile
+            return
         kind, strangers = self._kind(key), recorded.plan.strangers
         new, old = _parted(strangers, kind.doubted)
         self._made += 1

@@ -55,7 +55,7 @@ def built_by(queue: cl.CommandQueue, compute: Callable[[cl.CommandQueue], object
     built: Built = []
 
     def on(self: Kernel, queue: cl.CommandQueue, *launched: Any, **macros: Any) -> Callable[..., None]:
-        built.append((self, macros))
+        built.append((self, self.macros(launched, macros)))
         return lambda *args: None
 
     with pytest.MonkeyPatch.context() as patch:

@@ -870,6 +870,55 @@ def test_backward_through_results_is_as_without_recording_or_refused(
         assert_same(net.weights, eager.weights)
 
 
+@pytest.mark.parametrize("features", ["of a user's op", "of trained weights, on a tape of its own"])
+def test_results_train_what_they_were_computed_from_or_nothing(queue: cl.CommandQueue, features: str) -> None:
+    weight, head = (Parameter.from_host(queue, np.ones((2, 2), np.float32)) for _ in range(2))
+    optimizer = SGD([weight, head], lr=0.5)
+
+    @amp.record
+    def call(x: Tensor) -> Any:
+        if features == "of a user's op":  # netcl gives it a graph, whether anything is trained or not
+            return ag.apply_op(lambda t: t, lambda grad: [grad], ag.tensor(x))
+        with ag.Tape():
+            return ag.matmul_op(ag.tensor(x), ag.tensor(weight))
+
+    def train() -> None:
+        with handle.scale_loss(ag.sum(ag.matmul_op(call(x), ag.tensor(head))), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    x = to_device(queue, np.ones((2, 2)))
+    with amp.init(loss_scale=1.0) as handle:
+        if features == "of a user's op":
+            for _ in range(4):
+                train()
+            assert call.recordings == 1
+            return
+        with pytest.warns(UserWarning, match="the tape that recorded it is gone"):
+            train()
+            train()
+        with pytest.raises(RuntimeError, match="what a recorded function returned"):
+            train()
+
+
+def test_a_kept_result_of_the_first_call_holds_nobody(queue: cl.CommandQueue) -> None:
+    class Net:
+        def __init__(self) -> None:
+            self.model = mlp(queue, 4, 3)
+
+        @amp.record
+        def forward(self, x: Tensor) -> Any:
+            return self.model(ag.tensor(x))
+
+    with amp.init():
+        net = Net()
+        net.last = net.forward(to_device(queue, np.ones((2, 4))))  # type: ignore[attr-defined]
+        gone = weakref.ref(net)
+        del net
+        gc.collect()
+        assert gone() is None
+
+
 def test_results_of_recorded_calls_have_no_graph(queue: cl.CommandQueue) -> None:
     weight = Parameter.from_host(queue, np.ones((2, 2), np.float32))
 

@@ -241,7 +241,23 @@ def test_a_part_of_the_loss_that_has_lost_its_tape_is_named(task: Task, handle: 
     told = [str(one.message) for one in said if "the tape that recorded it is gone" in str(one.message)]
     assert (task.weight.grad is None) == (first is None)
     assert len(told) == (again in ("another tape of the name", "a function that returns"))
-    assert all("what matmul gave, of shape (2, 3)" in one for one in told)
+    assert all("what matmul gave, which" in one for one in told)
+
+
+@pytest.mark.parametrize("way", ["tape", "loss"])
+def test_a_truncated_backward_is_not_taken_for_a_lost_graph(task: Task, handle: amp.AmpHandle, way: str) -> None:
+    """A network that gives its output before it computes its next state, which no loss of this pass reaches."""
+    step_of_state = Task(task.queue, (4, 4))
+    state = ag.tensor(to_device(task.queue, np.ones((2, 4))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with ag.Tape() as tape:
+                loss = ag.mean(ag.matmul_op(state, ag.tensor(task.weight)))
+                state = ag.tanh(ag.matmul_op(state, ag.tensor(step_of_state.weight)))
+            with handle.scale_loss(loss, task.optimizer) as scaled_loss:
+                tape.backward(scaled_loss) if way == "tape" else scaled_loss.backward()
+            task.optimizer.step()
 
 
 def test_a_tape_that_dies_after_scaling_is_named(task: Task, handle: amp.AmpHandle) -> None:
