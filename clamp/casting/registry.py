@@ -40,6 +40,8 @@ def implements(
     """
 
     def register(function: Function) -> Function:
+        if "<locals>" in function.__qualname__:  # one of a family that a factory makes
+            function.__name__ = function.__qualname__ = names[0].rpartition(".")[2]
         if uses is not None or function not in USES:
             USES[function] = tuple(vars(sys.modules[function.__module__]).values()) if uses is None else uses
         for name in names:

@@ -311,7 +311,6 @@ def _weighted_smooth_l1(name: str, summed: bool) -> Function:
         }
         return bound(_reduced(kind, operands, constants, summed), gradients, name, tape)
 
-    function.__name__ = name
     return function
 
 
@@ -329,7 +328,6 @@ def _weighted_bce(name: str, summed: bool) -> Function:
         gradients: Gradients = {x: slope(kind, operands, x, constants), t: None, w: None}
         return bound(_reduced(kind, operands, constants, summed), gradients, name, tape)
 
-    function.__name__ = name
     return function
 
 

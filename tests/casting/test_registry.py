@@ -26,6 +26,10 @@ def test_parameters_are_netcls() -> None:
         assert ours[: len(theirs)] == theirs, name
 
 
+def test_names_are_those_by_which_functions_are_found() -> None:
+    assert [name for name, function in OWNED.items() if "<locals>" in function.__qualname__] == []
+
+
 @pytest.fixture
 def softmax(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What takes the place of ``netcl.ops.softmax.softmax(x, out, pool, axis)``, and returns what it was given."""
