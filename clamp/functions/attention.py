@@ -75,7 +75,7 @@ def flash_attention_decode(
 @implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope", uses=(rotate,))
 def rope(
     casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None,
-    *, inverse: bool = False,
+    inverse: bool = False,
 ) -> Any:  # fmt: skip
     """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,), or by the negated one; see
     ``clamp.ops.rope.rope``. Backward turns the gradient back by the same angles."""

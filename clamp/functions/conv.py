@@ -31,7 +31,7 @@ _CONVOLUTION, _DEPTHWISE = (ops, elementwise, sum_channels), (depthwise, sum_cha
 def conv2d(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, stride: Number = 1, pad: Number = 0,
     algo: str | None = None, dilation: Number = 1, groups: int = 1, tape: Tape | None = None,
-    *, fuse_relu: bool | None = None,
+    fuse_relu: bool | None = None,
 ) -> Any:  # fmt: skip
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 

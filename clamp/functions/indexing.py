@@ -79,7 +79,7 @@ def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor
 
 @implements("netcl.autograd.index_select", "netcl.ops.indexing.index_select", uses=_PICKED)
 def index_select(
-    casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None, *, out: Tensor | None = None
+    casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
     """The places of x along an axis that ``idx`` names, in its order, bit for bit; x may be int32, too. Of a bare
     tensor into ``out`` if it is given, of the result's shape and dtype.

@@ -117,7 +117,7 @@ def stretches_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 @implements("netcl.autograd.cat", "netcl.ops.tensor_ops.cat", uses=(concat,))
 def cat(
-    casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None, *, out: Tensor | None = None
+    casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
     """The tensors, floating or all int32, one after the other along an axis; all extents but that of the axis agree.
     Bare ones into ``out`` if it is given, of the result's shape and dtype. Backward gives each its own stretch."""

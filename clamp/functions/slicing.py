@@ -154,7 +154,7 @@ def _along(
 
 @implements("netcl.autograd.narrow", "netcl.ops.tensor_ops.narrow")
 def narrow(
-    casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None, *, out: Tensor | None = None
+    casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
     """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end). Of a bare
     tensor into ``out`` if it is given, of the result's shape and dtype."""

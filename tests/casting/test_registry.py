@@ -9,8 +9,13 @@ import sys
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+import pyopencl as cl
 import pytest
+from netcl import autograd as ag
 
+from clamp import amp
+from clamp.bridge import Tensor
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Promote
 from clamp.casting.registry import OWNED, implements
@@ -28,6 +33,23 @@ def test_parameters_are_netcls() -> None:
 
 def test_names_are_those_by_which_functions_are_found() -> None:
     assert [name for name, function in OWNED.items() if "<locals>" in function.__qualname__] == []
+
+
+def test_what_bare_tensors_take_is_none_of_autograds(queue: cl.CommandQueue) -> None:
+    """An ``out`` that a function of nodes took would be written without a gradient."""
+    tensor = Tensor.from_host(queue, np.ones((2, 2, 4, 4), np.float32))
+    node, at = ag.tensor(tensor), Tensor.from_host(queue, np.arange(4, dtype=np.int32), dtype="int32")
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (ag.narrow, (node, 0, 0, 2), {"out": tensor}),
+        (ag.index_select, (node, 2, at), {"out": tensor}),
+        (ag.cat, ([node],), {"out": tensor}),
+        (ag.conv2d, (node, node), {"fuse_relu": True}),
+        (ag.rope, (node, at), {"inverse": True}),
+    ]
+    for function, args, kwargs in calls:
+        (name,) = kwargs
+        with amp.init(), pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            function(*args, **kwargs)
 
 
 @pytest.fixture
