@@ -185,6 +185,16 @@ def require_floating(*operands: Operand | None) -> None:
         raise NotOwned
 
 
+def require_floats(name: str, **operands: Operand) -> None:
+    """TypeError where one of a function's operands is not floating and netcl's own would misread its bytes."""
+    for argument, operand in operands.items():
+        if operand.value.dtype not in bridge.STORAGE:
+            raise TypeError(
+                f"{name}: {argument} is {operand.value.dtype}, and must be float32, float16 or bfloat16; "
+                f"convert it first"
+            )
+
+
 def widest(*dtypes: str) -> str:
     """The dtype that holds every one of these floating dtypes; integer dtypes do not count."""
     kinds = {bridge.canonical_dtype(dtype) for dtype in dtypes if dtype in bridge.STORAGE}

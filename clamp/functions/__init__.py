@@ -5,7 +5,7 @@ A function here takes netcl's arguments behind a ``Casting`` (``clamp.casting``)
 
 Where nothing else is said, tensors are float32, float16 or bfloat16, in any mixture; each may need a gradient, which
 has its shape and dtype; and what does not fit (shapes, an axis, an option that netcl does not have, tensors on two
-queues) raises ValueError; what must be floating and is not, in a loss, TypeError. NotOwned leaves the call to netcl:
+queues) raises ValueError; integers that netcl would misread, TypeError. NotOwned leaves the call to netcl:
 arguments that are none of clamp's, an ``out``. What is for netcl's functions of bare tensors is as its namesake.
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, float_operands, floats_as_is
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, float_operands, require_floats
 from clamp.casting.registry import implements
 from clamp.functions.arithmetic import apply_unary
 from clamp.functions.recompute import drawn
@@ -140,7 +140,8 @@ def _draw_seed() -> int:
 
 def _prelu_operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Operand]:
     (operand,) = float_operands(casting, x)
-    (slope,) = floats_as_is(alpha)
+    slope = as_is(alpha)
+    require_floats("prelu", alpha=slope)
     bridge.require_same_queue("prelu", operand.parent.value, slope.value)
     return operand, slope
 
@@ -164,6 +165,7 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
 def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
     operand, slope = _prelu_operands(casting, x, alpha)
     grad = as_is(grad_out)
+    require_floats("prelu_backward", grad_out=grad)
     return prelu_ops.prelu_backward(
         grad.value,
         operand.value,

@@ -6,7 +6,16 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_is, as_node, bound, float_operands, owned_value
+from clamp.casting.operands import (
+    Casting,
+    Operand,
+    as_is,
+    as_node,
+    bound,
+    float_operands,
+    owned_value,
+    require_floats,
+)
 from clamp.casting.registry import implements
 from clamp.functions.recompute import kept
 from clamp.ops import attention as ops
@@ -25,7 +34,8 @@ def flash_attention(
     Backward keeps q, k, v and a float a query, neither the weights nor the result; a checkpointed block keeps both the
     result and the float, which take longer than all else to compute again and have no more bytes than a projection.
     """
-    operands = qo, ko, vo = float_operands(casting, q, k, v)
+    operands = qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
+    require_floats("flash_attention", q=qo, k=ko, v=vo)
     dtype = casting.result_dtype(*operands)
     out, lse = kept(
         lambda: ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=dtype),
@@ -51,10 +61,11 @@ def tensor_flash_attention_backward(
     causal: bool = True, scale: float | None = None,
 ) -> ops.Gradients:  # fmt: skip
     """Gradients of q, k and v, each in the dtype of its tensor. ``out`` is not needed."""
-    qo, ko, vo = float_operands(casting, q, k, v)
-    grad, sums = as_is(grad_out).value, as_is(lse).value
-    bridge.require_same_queue("flash_attention_backward", qo.value, grad, sums)
-    return _gradients(qo, ko, vo, sums, grad, causal, scale)
+    qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
+    grad, sums = as_is(grad_out), as_is(lse)
+    require_floats("flash_attention_backward", q=qo, k=ko, v=vo, lse=sums, grad_out=grad)
+    bridge.require_same_queue("flash_attention_backward", qo.value, grad.value, sums.value)
+    return _gradients(qo, ko, vo, sums.value, grad.value, causal, scale)
 
 
 @implements("netcl.ops.attention.flash_attention_decode", uses=(ops.DECODE,))
@@ -65,11 +76,12 @@ def flash_attention_decode(
 
     The caches are read in the dtype they have: casting them would copy all of them for every new token.
     """
-    (qo,) = float_operands(casting, q)
-    keys, values = as_is(k_cache).value, as_is(v_cache).value
-    bridge.require_same_queue("flash_attention_decode", qo.value, keys, values)
+    (qo,) = casting.operands(as_node(q))
+    ko, vo = as_is(k_cache), as_is(v_cache)
+    require_floats("flash_attention_decode", q=qo, k_cache=ko, v_cache=vo)
+    bridge.require_same_queue("flash_attention_decode", qo.value, ko.value, vo.value)
     dtype = casting.result_dtype(qo)
-    return ops.attention_decode(qo.value, keys, values, int(cache_len), scale, out_dtype=dtype)
+    return ops.attention_decode(qo.value, ko.value, vo.value, int(cache_len), scale, out_dtype=dtype)
 
 
 @implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope", uses=(rotate,))

@@ -16,7 +16,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is, as_node, bound
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is, as_node, bound, require_floats
 from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
@@ -33,15 +33,6 @@ from clamp.ops.softmax import softmax_backward as softmax_gradient
 
 IGNORE_INDEX = -100
 _RESHAPE = "reshape one of them to the other's shape"
-
-
-def require_floats(name: str, **operands: Operand) -> None:
-    for argument, operand in operands.items():
-        if operand.value.dtype not in bridge.STORAGE:
-            raise TypeError(
-                f"{name}: {argument} is {operand.value.dtype}, and must be float32, float16 or bfloat16; "
-                f"convert it before the loss"
-            )
 
 
 def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str = _RESHAPE) -> None:

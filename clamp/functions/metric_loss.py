@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound
+from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound, require_floats
 from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
-from clamp.functions.loss import labels_given, operands_alike, require_floats
+from clamp.functions.loss import labels_given, operands_alike
 from clamp.ops import distances, info_nce
 from clamp.ops.reduce import reduce_sum
 

@@ -136,7 +136,10 @@ _FLOAT32 = {op.name for op in loss.OPS} - {
     "netcl.autograd.binary_cross_entropy_with_logits", "netcl.autograd.pairwise_squared_distances"
 }  # fmt: skip
 _MOVES = {op.function for op in (*shape.OPS, *movement.OPS)} | {"index_select", "gather", "embedding", "where"}
-_REFUSALS: list[tuple[list[Op], type[Exception]]] = [([*loss.OPS, _BANNED], TypeError), (matmul.OPS, ValueError)]
+_ATTENTION = [op for op in TABLE if op.function == "flash_attention"]
+_REFUSALS: list[tuple[list[Op], type[Exception]]] = [
+    ([*loss.OPS, _BANNED, *_ATTENTION], TypeError), (matmul.OPS, ValueError)
+]  # fmt: skip
 _COMPARISONS = {"lt", "le", "gt", "ge"}
 _VIEWS = {op.name for op in shape.OPS}
 _AS_IN_THE_TABLE = {"grid_sample", "rotate_2d_grid", "info_nce_loss", "softmax"}
@@ -302,7 +305,7 @@ def test_only_who_needs_a_gradient_gets_one(queue: cl.CommandQueue, op: Op) -> N
 
 @_first(2)
 def test_what_is_not_clamps_is_left_to_netcl(queue: cl.CommandQueue, op: Op) -> None:
-    """Losses and products refuse integers themselves; what only moves elements takes them."""
+    """Losses, attention and products refuse integers themselves; what only moves elements takes them."""
     dtypes = ("float64",) if op.function in _MOVES else ("float64", "int32")
     for dtype in dtypes:
         refusal = (

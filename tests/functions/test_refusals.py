@@ -19,7 +19,6 @@ from clamp.functions import (
     conv,
     indexing,
     loss,
-    loss_elementwise,
     metric_loss,
     norm,
     reduce,
@@ -48,13 +47,13 @@ _LOSSES = (
 _TRIPLETS = (metric_loss.batch_hard_triplet_loss, metric_loss.batch_all_triplet_loss)
 #: beside prediction and target
 _WEIGHTED: dict[Callable[..., Any], tuple[Any, ...]] = {
-    loss_elementwise.weighted_smooth_l1_loss: (1,),
-    loss_elementwise.weighted_smooth_l1_elementwise: (1,),
-    loss_elementwise.weighted_bce: (1,),
-    loss_elementwise.weighted_bce_elementwise: (1,),
-    loss_elementwise.fused_weighted_bce_smooth_l1_loss: (1, 1, 0.5, 2.0),
-    loss_elementwise.weighted_box_smooth_l1_loss: (),
-    loss_elementwise.binary_cross_entropy: (),
+    loss.weighted_smooth_l1_loss: (1,),
+    loss.weighted_smooth_l1_elementwise: (1,),
+    loss.weighted_bce: (1,),
+    loss.weighted_bce_elementwise: (1,),
+    loss.fused_weighted_bce_smooth_l1_loss: (1, 1, 0.5, 2.0),
+    loss.weighted_box_smooth_l1_loss: (),
+    loss.binary_cross_entropy: (),
 }
 
 
@@ -97,7 +96,7 @@ VALUE_ERRORS: list[tuple[str, Call]] = [
     *((r"pred has shape \(6, 4\), target has shape \(5, 4\)",
        lambda t, n, function=function: _weighted(function, n, n(5, 4))) for function in _WEIGHTED),
     (r"\(6, 3\).*one box a row",
-     lambda t, n: loss_elementwise.weighted_box_smooth_l1_loss(Float(), x := n(6, 3), x)),
+     lambda t, n: loss.weighted_box_smooth_l1_loss(Float(), x := n(6, 3), x)),
     ("distance must be 'squared' or 'euclidean', got 'cosine'",
      lambda t, n: metric_loss.triplet_loss(Float(), x := n(9, 6), x, x, distance="cosine")),  # type: ignore[arg-type]
     *((message, lambda t, n, function=function, given=given: function(Float(), n(*given[0]), *given[1:]))
@@ -158,6 +157,7 @@ VALUE_ERRORS: list[tuple[str, Call]] = [
     ("theta shape", lambda t, n: spatial.affine_grid(Float(), n(2, 3), IMAGE)),
 ]  # fmt: skip
 
+_HEADS = (2, 3, 5, 8)
 OTHER_ERRORS: list[tuple[type[Exception], str, Call]] = [
     *((TypeError, "int32", lambda t, n, function=function: function(Float(), n(6, 5, dtype=I32), t(6, 5)))
       for function in _LOSSES),
@@ -168,6 +168,17 @@ OTHER_ERRORS: list[tuple[type[Exception], str, Call]] = [
        lambda t, n, function=function: _weighted(function, n, n(6, 4, dtype=I32))) for function in _WEIGHTED),
     (TypeError, "negative is int32",
      lambda t, n: metric_loss.triplet_loss(Float(), x := n(9, 6), x, n(9, 6, dtype=I32))),
+    *((TypeError, f"{function.rpartition('.')[2]}: {wrong} is int32",
+       lambda t, n, function=function, given=given, wrong=wrong, more=more: call(
+           function, **{x: t(*_HEADS, dtype=I32 if x == wrong else "float32") for x in given.split()}, **more))
+      for function, given, more in (
+          ("flash_attention", "q k v", {}),
+          ("ops.attention.flash_attention_backward", "q k v out lse grad_out", {}),
+          ("ops.attention.flash_attention_decode", "q k_cache v_cache", {"cache_len": 1}))
+      for wrong in given.split() if wrong != "out"),
+    (TypeError, "prelu: alpha is int32", lambda t, n: activations.prelu(Match(), n(2, 3), t(3, dtype=I32))),
+    (TypeError, "prelu_backward: grad_out is int32",
+     lambda t, n: call("ops.elementwise.prelu_backward", t(2, 3), t(3), t(2, 3, dtype=I32))),
     *((TypeError, "integer and floating tensors do not go together",
        lambda t, n, function=function: function(Promote(), [n(2, 3), t(2, 3, dtype=I32)]))
       for function in (shape.cat, shape.stack)),
@@ -179,7 +190,6 @@ OTHER_ERRORS: list[tuple[type[Exception], str, Call]] = [
           ([0, 1], TypeError), (None, TypeError), (1.0, TypeError))),
 ]  # fmt: skip
 
-_HEADS = (2, 3, 5, 8)
 LEFT_TO_NETCL: list[Call] = [
     lambda t, n: call("ops.elementwise.relu", x := t(5, 7), out=x),
     lambda t, n: call("ops.elementwise.dropout", t(5, 7), return_mask=True),
@@ -187,9 +197,7 @@ LEFT_TO_NETCL: list[Call] = [
     lambda t, n: call("ops.broadcast.broadcast_binary", t(5, 7), t(7), op="XOR"),
     lambda t, n: call("ops.elementwise.prelu", x := t(2, 3), t(1), out=x),
     lambda t, n: activations.prelu(Match(), n(2, 3), 0.5),
-    lambda t, n: activations.prelu(Match(), n(2, 3), t(3, dtype=I32)),
     lambda t, n: call("flash_attention", x := n(*_HEADS), x, t(*_HEADS, dtype=F64), casting=half()),
-    lambda t, n: call("flash_attention", x := n(*_HEADS), x, t(*_HEADS, dtype=I32), casting=half()),
     lambda t, n: call("ops.lm_ops.masked_fill", x := t(5, 8), x, casting=Promote(), out=x),
     lambda t, n: call("ops.conv2d.conv2d", t(2, 3, 6, 7), t(4, 3, 3, 3), casting=half(), out=t(2, 4, 4, 5)),
     lambda t, n: call("ops.depthwise_conv2d.depthwise_conv2d", x := t(2, 3, 6, 9), t(3, 1, 3, 3), out=x),
