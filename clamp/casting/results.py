@@ -191,8 +191,9 @@ class _Results:
         if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
             with forward_again():
                 for node in bridge.in_order(loss):
-                    is_gone = any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents))
-                    if node.parents and not hasattr(node, "is_observed") and not is_gone:
+                    if not node.parents or hasattr(node, "is_observed"):
+                        continue
+                    if not any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents)):
                         self._seen(node, node.parents)
         with untold():
             run(loss, grad)

@@ -113,7 +113,7 @@ class Graph:
         own = type(self).__name__
         if "_recorder" not in vars(self):
             raise AttributeError(f"{own}.{name} is not there yet: call super().__init__() first in {own}.__init__")
-        raise AttributeError(f"{own!r} object has no attribute {name!r}")
+        return object.__getattribute__(self, name)  # raises what was raised before: in a property, its own error
 
     # ------------------------------------------------------------------------------------------ setting up
 

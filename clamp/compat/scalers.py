@@ -122,7 +122,11 @@ class FaceScaler:
         return dict(zip(self._state_keys, self._values(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale, settings and counts under the other system's keys; empty if disabled. Reads the device."""
+        """Scale, settings and counts under the other system's keys; empty if disabled. Reads the device.
+
+        PyTorch's keys are ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
+        ``_growth_tracker``; in Paddle's dict ``scale`` is an array of one.
+        """
         return self._state() if self._enabled else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

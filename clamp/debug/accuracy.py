@@ -152,7 +152,8 @@ def compare_step(
     Raises:
         TypeError: ``step`` is neither a model nor a function, or a model has no batch.
         ValueError: an unknown dtype, level or function; the step ran no op on a device.
-        RuntimeError: the step is a recorded one, whose ops have no values.
+        RuntimeError: the step makes a recording of netcl's own (``runtime.capture``, ``ForwardCompiler``,
+            ``CompiledGraph``), whose ops have no values. Recorded functions and graphs run as they are meanwhile.
     """
     if dtype is not None:
         dtype = check_dtype(dtype)

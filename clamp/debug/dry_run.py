@@ -24,8 +24,8 @@ class NothingSeenError(ValueError):
     def __init__(self) -> None:
         super().__init__(
             "no op of this step was seen: it computes nothing on an OpenCL device, or replays a recording, "
-            "which shows none. Pass a function that computes the step, of a recorded one the function itself, "
-            "step.__wrapped__"
+            "which shows none. Pass a function that computes the step; of a pass that netcl has captured or compiled, "
+            "call the model itself"
         )
 
 

@@ -172,7 +172,8 @@ def save_trace(path: str | Path, step: Callable[[], Any]) -> int:
 
     Raises:
         ValueError: the path ends in neither, or the step ran no op that could be looked at.
-        RuntimeError: the step is a recorded one.
+        RuntimeError: the step makes a recording of netcl's own, as with ``compare_accuracy``. Recorded functions and
+            graphs run as they are meanwhile.
     """
     path = Path(path)
     if path.suffix not in (".json", ".npz"):

@@ -98,8 +98,9 @@ class Watcher(Observer):
             return False
         if recorder() is not None:
             raise RuntimeError(
-                "the step is being recorded, and ops in a recording have no values yet: pass the function that "
-                "amp.record was given, or call the graph's build()"
+                "the step is being recorded, and ops in a recording have no values yet: pass a function that calls the "
+                "model itself, outside of netcl's capture, ForwardCompiler or CompiledGraph; of an amp.record or an "
+                "amp.Graph that records now, its function or build()"
             )
         return True
 

@@ -323,6 +323,17 @@ def test_a_graph_without_its_init_says_so(queue: cl.CommandQueue, first: str) ->
         _ = Train(graph.model, SGD(graph.model.parameters())).modle
 
 
+def test_an_error_inside_a_property_stays_what_it_is(queue: cl.CommandQueue) -> None:
+    class Graphs(Train):
+        @property
+        def width(self) -> Any:
+            return self.model.widht
+
+    model = mlp(queue, 10, 16, 3)
+    with pytest.raises(AttributeError, match="object has no attribute 'widht'"):
+        _ = Graphs(model, SGD(model.parameters())).width
+
+
 class Recorded(Graph):
     """A recipe's model, trained on the mean square of its output, or only evaluated."""
 
