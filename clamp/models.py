@@ -96,7 +96,11 @@ def dtypes_of(
     model: Any, dtype: str, *, keep_batch_norm: bool = True, excluded: Sequence[Any] = (),
     rules: ModuleRules | None = None,
 ) -> list[tuple[Any, Tensor, str]]:  # fmt: skip
-    """The dtype that ``to_16_bit`` gives to each parameter of a model, after what says so, the model or a layer."""
+    """The dtype that ``to_16_bit`` gives to each parameter of a model, after what says so, the model or a layer.
+
+    Args:
+        model, dtype, keep_batch_norm, excluded, rules: as for ``to_16_bit``.
+    """
     found: dict[int, tuple[Any, str]] = {}
     layers = [layer for layer in modules(model) if bridge.is_module(layer)] if rules is not None else []
     for layer in layers:

@@ -284,11 +284,13 @@ class PoolPeak:
         listen_to_pools(self)
 
     def taken(self, handle: Any, nbytes: int) -> None:
+        """See `PoolListener`."""
         self._sizes[id(handle)] = nbytes
         self._held += nbytes
         self._peak = max(self._peak or 0, self._held)
 
     def given_back(self, handle: Any) -> None:
+        """See `PoolListener`."""
         self._held -= self._sizes.pop(id(handle), handle.bucket_size)
 
     def stop(self) -> None:

@@ -306,6 +306,8 @@ class CastArguments:
 
 
 def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Conversion:
+    """Casts every floating node and tensor in nested containers."""
+
     def cast_one(x: TensorLike) -> TensorLike:
         return cast_node(x, dtype, report, use_cache) if bridge.is_floating(x.value) else x
 

@@ -58,6 +58,7 @@ class Operand:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
         return tuple(self.parent.value.shape)
 
     @property
@@ -134,8 +135,11 @@ class Casting(ABC):
 
 
 def owned_value(x: TensorLike) -> Tensor:
-    """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device; else
-    NotOwned."""
+    """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device.
+
+    Raises:
+        NotOwned: it is something else.
+    """
     value = x.value
     if not isinstance(value, Tensor):
         raise NotOwned
@@ -160,20 +164,33 @@ def note_numpy_backend() -> None:
 
 
 def as_is(x: Any) -> Operand:
-    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy."""
+    """A secondary input (bias, slope, scale of a norm, indices): read in its own dtype under every policy.
+
+    Raises:
+        NotOwned: it is no tensor of clamp's.
+    """
     node = as_node(x)
     return Operand(node, owned_value(node))
 
 
 def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
-    """The arguments as operands, where all of them are floating; else NotOwned."""
+    """The arguments as operands, where all of them are floating.
+
+    Raises:
+        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
+        ValueError: they are on different queues.
+    """
     operands = casting.operands(*map(as_node, xs))
     require_floating(*operands)
     return operands
 
 
 def floats_as_is(*xs: Any) -> tuple[Operand, ...]:
-    """Secondary inputs (see ``as_is``), where all of them are floating; else NotOwned."""
+    """Secondary inputs (see ``as_is``), where all of them are floating.
+
+    Raises:
+        NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
+    """
     operands = tuple(map(as_is, xs))
     require_floating(*operands)
     return operands
@@ -317,7 +334,11 @@ def _drop(operands: Iterable[Operand]) -> None:
 
 
 def as_node(x: Any) -> TensorLike:
-    """x if it is a node or tensor; else NotOwned."""
+    """x if it is a node or tensor.
+
+    Raises:
+        NotOwned: it is neither.
+    """
     if isinstance(x, Node | Tensor):
         return x
     raise NotOwned

@@ -183,6 +183,7 @@ class WeightOperand(_LateOperand):
         return super().source
 
     def was_made(self, copy: Tensor) -> None:
+        """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
         self._value = copy
         weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)

@@ -37,7 +37,11 @@ class CastPolicy(enum.Enum):
 
     @classmethod
     def named(cls, name: CastPolicy | str) -> CastPolicy:
-        """A policy by its value or by PyTorch's name."""
+        """A policy by its value or by PyTorch's name.
+
+        Raises:
+            ValueError: there is no such policy.
+        """
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         try:
@@ -69,10 +73,12 @@ class Entry:
 
     @cached_property
     def module(self) -> str:
+        """Name of the module that defines the function."""
         return self.name.rpartition(".")[0]
 
     @cached_property
     def function(self) -> str:
+        """The function's own name."""
         return self.name.rpartition(".")[2]
 
 
@@ -80,8 +86,11 @@ AMP_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterable[str] = AMP_DTYPES) -> str:
-    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are
-    float16."""
+    """The name of one of clamp's dtypes, however it is written: ``np.float16``, ``"half"`` and ``"fp16"`` are float16.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     name = bridge.dtype_name(dtype)
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
@@ -115,7 +124,12 @@ class ModuleRule:
 
 
 def module_rules(modules: Mapping[str, bridge.DTypeLike] | None) -> tuple[ModuleRule, ...]:
-    """The rules of a mapping from patterns to dtypes; none of None."""
+    """The rules of a mapping from patterns to dtypes; none of None.
+
+    Raises:
+        TypeError: it is no mapping, or a pattern no text.
+        ValueError: a dtype is none of AMP's.
+    """
     if modules is None:
         return ()
     takes = 'modules takes a dict of patterns and dtypes, such as {"head.*": "float32"}'
@@ -176,6 +190,7 @@ class PolicyTable:
         ]
 
     def merged(self, other: Iterable[Entry]) -> PolicyTable:
+        """This table with the entries of another on top."""
         return PolicyTable([*self._entries.values(), *other], self.calls)
 
     def at_level(self, level: str) -> PolicyTable:
@@ -198,7 +213,12 @@ class PolicyTable:
         return self
 
     def customized(self, white: Iterable[str] | None, black: Iterable[str] | None) -> PolicyTable:
-        """The table with the functions of ``white`` in half and those of ``black`` in fp32."""
+        """The table with the functions of ``white`` in half and those of ``black`` in fp32.
+
+        Raises:
+            PolicyError: a name is on both lists, or no function has it.
+            TypeError: white or black is no list of names.
+        """
         white = set(names_in("custom_white_list", white))
         black = set(names_in("custom_black_list", black))
         if both := white & black:
@@ -218,7 +238,11 @@ class PolicyTable:
 
 
 def names_in(what: str, names: Iterable[str] | None) -> tuple[str, ...]:
-    """The names of functions that a user passed in a list; none of None."""
+    """The names of functions that a user passed in a list; none of None.
+
+    Raises:
+        TypeError: it is no list, or has something else in it.
+    """
     if isinstance(names, str):
         raise TypeError(f"{what} takes a list of names, not one: pass [{names!r}]")
     if not isinstance(names, Iterable | None):
@@ -260,6 +284,12 @@ def netcl_defects() -> Mapping[str, str]:
 
 
 def read_list(path: str | Path) -> list[Entry]:
+    """Entries of a user's list file.
+
+    Raises:
+        PolicyError: the file cannot be read or is malformed; the message gives file, line and key.
+        TypeError: path is none.
+    """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
     return parse_list(_text_of(path), str(path))
@@ -268,7 +298,12 @@ def read_list(path: str | Path) -> list[Entry]:
 def rules_for(
     modules: Mapping[str, bridge.DTypeLike] | None, lists: str | Path | None, level: str
 ) -> tuple[ModuleRule, ...]:
-    """The rules for modules of an ``init``: those of its argument, then those of a list file's table ``modules``."""
+    """The rules for modules of an ``init``: those of its argument, then those of a list file's table ``modules``.
+
+    Raises:
+        ValueError: an unknown dtype, a 16-bit one at level O0, or a file that cannot be read or is malformed.
+        TypeError: ``modules`` is no mapping of texts, or ``lists`` no path.
+    """
     rules = module_rules(modules)
     if lists is not None:
         read_list(lists)  # raises where something is wrong with it

@@ -26,7 +26,11 @@ Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: Tr
 
 
 def check_caching(name: str, caching: Caching) -> Caching:
-    """What an argument of this name says of the copies of weights, if it is no text other than ``"last_use"``."""
+    """What an argument of this name says of the copies of weights.
+
+    Raises:
+        ValueError: it is a text other than ``"last_use"``.
+    """
     if isinstance(caching, str) and caching != LAST_USE:
         raise ValueError(f"{name} must be True, False or {LAST_USE!r}, got {caching!r}")
     return caching
@@ -57,6 +61,7 @@ class ModuleRules:
         return self.rule_at(self._paths.of(module)[0])  # of several that are computed at once: they have the same
 
     def rule_at(self, path: str) -> ModuleRule | None:
+        """The rule that decides about the module of this path."""
         if path not in self._decided:
             self._decided[path] = rule_for(self.rules, path)
         return self._decided[path]
@@ -197,6 +202,7 @@ class Region:
         return frozenset([self.dtype, *(rule.dtype for rule in (self.modules.rules if self.modules else ()))])
 
     def policy_of(self, entry: Entry) -> CastPolicy:
+        """The policy of a listed function here."""
         policy = self.policies.policy_of(entry)
         is_float = self.is_wide and self.dtype == "float32" and policy is not CastPolicy.NONE
         return CastPolicy.FLOAT if is_float else policy

@@ -172,6 +172,7 @@ class Encoder:
         self._tensors: dict[int, tuple[Tensor, Json]] = {}  # with the tensor, so that its id stays its own
 
     def parameter(self, tensor: Tensor, master: Tensor | None) -> Json:
+        """A model's tensor, and the fp32 master that it may have."""
         return {"value": self.tensor(tensor), "master": None if master is None else self.tensor(master)}
 
     def array(self, array: Array, dtype: str) -> Json:
@@ -180,6 +181,7 @@ class Encoder:
         return {"array": name, "dtype": dtype}
 
     def tensor(self, tensor: Tensor) -> Json:
+        """A tensor's bits."""
         if id(tensor) not in self._tensors:
             dtype = bridge.canonical_dtype(tensor.dtype)
             words = np.dtype(f"u{bridge.nbytes(tensor) // tensor.size}") if tensor.size else np.dtype(np.uint8)
@@ -240,7 +242,11 @@ class Decoder:
         return array[()] if value["dtype"] == "number" else array
 
     def bits_for(self, reference: Json, tensor: Tensor, what: str) -> npt.NDArray[np.uint8]:
-        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted."""
+        """A saved tensor's bytes in the dtype of the tensor that it is for; floats are converted.
+
+        Raises:
+            CheckpointError: shapes differ, or one is of integers.
+        """
         words, saved, wanted = self.array(reference), reference["dtype"], bridge.canonical_dtype(tensor.dtype)
         if words.size and words.dtype != f"u{bridge.ITEMSIZE[saved]}":
             raise CheckpointError(f"{self.path}: {what} is {saved}, in words of {words.dtype}")

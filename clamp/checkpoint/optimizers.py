@@ -42,7 +42,11 @@ _LIKE: dict[type, Any] = dict.fromkeys((bool, int, float), bool | int | float | 
 
 
 def state_of(optimizer: Any, names: Names, writer: Encoder) -> Json:
-    """An optimizer's real state, and the names of the parameters whose it is."""
+    """An optimizer's real state, and the names of the parameters whose it is.
+
+    Raises:
+        TypeError: something cannot be saved; the message names it.
+    """
     params, kind = bridge.optimizer_parameters(optimizer), type(optimizer).__name__
     state: dict[str, Json] = {"class": kind, "params": [_parameter(param, names, writer) for param in params]}
     if not bridge.is_netcl_optimizer(optimizer):
@@ -140,8 +144,16 @@ def writes_to(
 ) -> tuple[list[Tensor], list[Write]]:
     """Returns how an optimizer gets its state back: the tensors that will be written, and the writes.
 
-    Everything is decoded and checked here (CheckpointError); the writes only assign, except for what
-    ``load_state_dict`` of an optimizer of the user's does, of which ``undo`` is told.
+    Everything is decoded and checked here; the writes only assign, except for what ``load_state_dict`` of an optimizer
+    of the user's does.
+
+    Args:
+        names: of the parameters of the models that are loaded into.
+        undo: is told which optimizers of the user's have begun to load.
+        where: which optimizer this is, for messages.
+
+    Raises:
+        CheckpointError: the state does not fit.
     """
     params, kind = bridge.optimizer_parameters(optimizer), type(optimizer).__name__
     if state["class"] != kind:
@@ -179,7 +191,11 @@ def writes_to(
 
 
 def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -> Iterator[tuple[Tensor, Write]]:
-    """The writes that give a model's tensor, and the master it may have, what ``Encoder.parameter`` saved."""
+    """The writes that give a model's tensor, and the master it may have, what ``Encoder.parameter`` saved.
+
+    Raises:
+        CheckpointError: shapes differ, or one is of integers.
+    """
     value, precise = saved["value"], saved["master"] or saved["value"]
     same = value["dtype"] == bridge.canonical_dtype(tensor.dtype)
     yield tensor, partial(bridge.write_bytes, tensor, decoder.bits_for(value if same else precise, tensor, what))

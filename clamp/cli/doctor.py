@@ -45,6 +45,7 @@ Gains = Mapping[str, tuple[float, float]]  # by dtype: how many times as fast as
 
 
 def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
     names = ("netcl", "pyopencl", "numpy")
     print(f"clamp {clamp.__version__}, python {platform.python_version()}, ", end="")
     print(", ".join(f"{name} {version(name)}" for name in names))
@@ -255,6 +256,12 @@ def sentence(device: cl.Device, seconds: float) -> str:
 
 
 def in_words(name: str, gains: Gains) -> str:
+    """The sentence.
+
+    Args:
+        name: of the device.
+        gains: as `gains_of` gives them.
+    """
     parts = [
         f"{dtype} multiplies matrices {product:.2f}x and adds {add:.2f}x as fast as float32"
         for dtype, (product, add) in gains.items()

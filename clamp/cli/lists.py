@@ -48,6 +48,7 @@ _RECURRENT = re.compile("lstm|gru|rnn|recurrent", re.IGNORECASE)
 
 
 def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
     try:
         own = [] if args.lists is None else read_list(args.lists)
         table, rules = default_table().merged(own).at_level(args.level), rules_for(None, args.lists, args.level)

@@ -44,6 +44,7 @@ _NO_FRAMES_OF = {__file__, runpy.run_module.__code__.co_filename}  # in a traceb
 
 
 def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
     if not is_there(args):
         return 2
     if args.report is not None and (hindrance := _hindrance(args.report)):
@@ -64,6 +65,7 @@ def run(args: Namespace) -> int:
 
 
 def report(args: Namespace) -> int:
+    """Runs ``report``; see `clamp.cli`."""
     try:
         found = read_run(args.run)
     except (OSError, ValueError) as error:

@@ -20,6 +20,7 @@ from clamp.debug.traces import Trace, Tracer
 
 
 def run(args: Namespace) -> int:
+    """Runs ``trace``; see `clamp.cli`."""
     if not is_there(args):
         return 2
     if args.output is None and len(args.given) > 1 and args.given[0] in ("-o", "--output"):  # behind the script's name
@@ -43,6 +44,7 @@ def run(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
+    """Runs ``compare``; see `clamp.cli`."""
     if not is_there(args):
         return 2
     folder: Path = args.output

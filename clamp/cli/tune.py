@@ -44,6 +44,7 @@ Show = Callable[[str], None]
 
 
 def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
     device = choose_device(args.device)
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)

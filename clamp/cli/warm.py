@@ -61,6 +61,7 @@ class Cost:
 
 
 def run(args: Namespace) -> int:
+    """Runs the command; see `clamp.cli`."""
     device = choose_device(args.device)
     unknown = [model for model in args.model if model not in NETWORKS and not Path(model).is_file()]
     if unknown:

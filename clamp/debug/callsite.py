@@ -128,6 +128,7 @@ def trail() -> Trail:
 
 
 def place_of(seen: Trail) -> Place:
+    """Returns what a trail says."""
     called, modules, code, line = seen
     function = policy = ""
     region = None if called is None else called.get("region")

@@ -227,9 +227,11 @@ class Attribution:
         return self._recorder in RESULTS.observers
 
     def arm(self) -> None:
+        """From now on they are."""
         RESULTS.attach(self._recorder)
 
     def disarm(self) -> None:
+        """They are no more."""
         RESULTS.detach(self._recorder)
         self._recorder = OverflowRecorder(self._skipped)  # the other one holds ops
 

@@ -160,7 +160,11 @@ class Trial:
 
 
 def try_step(step: Step) -> Trial:
-    """Runs a step some dozens of times, and puts back what it has changed (see `dry_run`)."""
+    """Runs a step some dozens of times, and puts back what it has changed (see `dry_run`).
+
+    Raises:
+        ValueError: no op of the step could be seen, or none ran on a device.
+    """
     around = region_here(enabled=True)
     sides = around, replace(around, dtype="float32")
     with dry_run(step):

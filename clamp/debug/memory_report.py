@@ -164,7 +164,12 @@ def memory_now() -> MemoryReport:
 
 
 def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
-    """What is held now, and at the peak of a step, which is run twice and put back (see `dry_run`)."""
+    """What is held now, and at the peak of a step, which is run twice and put back (see `dry_run`).
+
+    Raises:
+        TypeError: ``step`` is no function.
+        ValueError: no op of the step can be seen.
+    """
     check_step(step, "handle.memory")
     aside = gradients_now()
     with dry_run(step):

@@ -155,10 +155,12 @@ class OpCounter(Observer):
         self._recording = _Replayed()
 
     def start(self) -> None:
+        """Ops and casts are counted from now on."""
         LISTENERS.append(self._cast)
         RESULTS.attach(self)
 
     def stop(self) -> None:
+        """They are not."""
         RESULTS.detach(self)
         if self._cast in LISTENERS:
             LISTENERS.remove(self._cast)
@@ -223,6 +225,7 @@ class OpCounter(Observer):
         """A cast has been launched; the same."""
 
     def took(self, key: Key, seconds: float) -> None:
+        """Adds to the seconds of a key."""
         count = self._counts[key]
         count.seconds = (count.seconds or 0.0) + seconds
 

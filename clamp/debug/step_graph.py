@@ -37,6 +37,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: Tensor, made_by: Frame | None = None) -> Value:
+        """That of a tensor, which is held."""
         return cls(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape), made_by)
 
     @property
@@ -90,6 +91,7 @@ class Frame:
 
     @property
     def is_finite(self) -> bool:
+        """Returns whether nothing that it gave is inf or nan."""
         return all(value.is_finite for value in self.outputs)
 
     def __str__(self) -> str:
@@ -137,6 +139,7 @@ class StepGraph:
             value.tensor = None
 
     def name(self) -> None:
+        """Finds the names of layers and parameters."""
         places = [frame.place.modules for frame in self.frames if frame.place.modules]
         modules = {id(inside[0]): inside[0] for inside in places}
         around = {id(inside[-1]): inside[-1] for inside in places}
@@ -153,6 +156,7 @@ class StepGraph:
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:
+    """Each once."""
     return list({id(value): value for value in values}.values())
 
 

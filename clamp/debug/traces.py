@@ -132,6 +132,7 @@ class Trace:
             raise ValueError(f"{path} is no trace that amp.debugging.save_trace has written: {error}") from error
 
     def first_difference(self, other: Trace, rtol: float = 0.0) -> Difference | None:
+        """See `first_difference`."""
         for number, (i, j) in enumerate(_aligned(self.values, other.values)):
             left, right = None if i is None else self.values[i], None if j is None else other.values[j]
             if left is None or right is None:
@@ -144,7 +145,12 @@ class Trace:
 
 
 def trace_step(step: Callable[[], Any], *, keeps_elements: bool = False) -> Trace:
-    """Runs a step, only to be looked at, and returns what each op of it gave; see `save_trace`."""
+    """Runs a step, only to be looked at, and returns what each op of it gave; see `save_trace`.
+
+    Raises:
+        ValueError: the step ran no op that could be looked at.
+        RuntimeError: the step is a recorded one.
+    """
     debug.session.ensure_patched()
     observer = Tracer(keeps_elements=keeps_elements)
     with dry_run(step):
@@ -254,5 +260,9 @@ class Tracer(Watcher):
         self.found.append((seen, part, made))
 
     def trace(self, **about: Any) -> Trace:
-        """All that was seen, with the names that layers have now."""
+        """All that was seen, with the names that layers have now.
+
+        Args:
+            about: see `Trace`.
+        """
         return Trace(self.named(), self._arrays, about, self._device)

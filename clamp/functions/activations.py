@@ -85,11 +85,13 @@ def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape:
 def hard_tanh(
     casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
 ) -> Any:
+    """x, not below min_val and not above max_val."""
     return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
 
 
 @implements("netcl.autograd.pow", uses=(elementwise,))
 def pow(casting: Casting, x: TensorLike, exponent: float, tape: Tape | None = None) -> Any:
+    """x to a fixed power."""
     return apply_unary(casting, x, tape, "pow", "pow_grad", number("pow", "exponent", exponent))
 
 
@@ -100,8 +102,10 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     The same seed drops the same elements, on every device. Without a seed one is drawn from numpy's global
     generator, so ``np.random.seed`` makes a run repeatable. p = 0 returns x itself, p = 1 zeros. The mask is
     made on the device and made again in backward: it takes no memory, and it is not netcl's mask for that seed.
-    Where launches are recorded, every replay draws a new seed; one that was passed stays. (netcl takes a p below 0
-    for 0 and one above 1 for 1; here both raise.)
+    Where launches are recorded, every replay draws a new seed; one that was passed stays.
+
+    Raises:
+        ValueError: p is not from 0 to 1 (netcl takes what is below for 0 and what is above for 1).
     """
     p = probability("dropout", "p", p)
     if p == 0:
@@ -148,8 +152,15 @@ def _prelu_operands(casting: Casting, x: Any, alpha: Any) -> tuple[Operand, Oper
 
 @implements("netcl.autograd.prelu", "netcl.ops.elementwise.prelu", uses=(prelu_ops,))
 def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any:
-    """x (N, C, ...) where positive, alpha * x elsewhere; alpha is the slope of each channel, C elements, or one for
-    all."""
+    """x where positive, alpha * x elsewhere.
+
+    Args:
+        x: (N, C, ...), float32, float16 or bfloat16.
+        alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
+
+    Raises:
+        TypeError: alpha holds integers.
+    """
     operand, slope = operands = _prelu_operands(casting, x, alpha)
     out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
 
@@ -163,6 +174,7 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
 
 @implements("netcl.ops.elementwise.prelu_backward", uses=(prelu_ops,))
 def tensor_prelu_backward(casting: Casting, x: Any, alpha: Any, grad_out: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and alpha from that of ``prelu``'s result."""
     operand, slope = _prelu_operands(casting, x, alpha)
     grad = as_is(grad_out)
     require_floats("prelu_backward", grad_out=grad)

@@ -37,6 +37,7 @@ _NUMBERS = (int, float, np.floating, np.integer)
 
 
 def is_scalar(x: object) -> bool:
+    """Returns whether x is a Python or numpy number."""
     return isinstance(x, _NUMBERS)
 
 
@@ -186,8 +187,12 @@ for _op in ("lt", "le", "gt", "ge"):
 def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tape: Tape | None = None) -> Any:
     """a where the condition is not zero, b elsewhere; nothing of the branch not taken gets into the result.
 
-    The condition has any dtype that clamp reads, int32 included. It is never cast: a number that half would round to
-    zero is not zero.
+    Args:
+        condition: tensor of any dtype that clamp reads, int32 included. It is never cast: a number that half
+            would round to zero is not zero.
+
+    Raises:
+        ValueError: a and b are both numbers, or the shapes do not broadcast.
     """
     if is_scalar(a) and is_scalar(b):
         raise ValueError("where needs at least one Tensor/Node branch")
@@ -212,6 +217,9 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     """x with ``fill`` wherever the mask is not zero; no gradient flows there.
 
     The mask may have any dtype and any shape whose size divides x's: it repeats over the leading elements.
+
+    Raises:
+        ValueError: it does not divide x's.
     """
     operand, where = _masked_operands(casting, x, mask)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
@@ -224,6 +232,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
 def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor) -> Tensor:
+    """The gradient where the mask is zero, 0 elsewhere."""
     operand, where = _masked_operands(casting, grad_out, mask)
     return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
 

@@ -28,11 +28,13 @@ def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``. Besides
-    the result the log-sum-exp of each query's scores, (B, H, T) in float32.
+    """softmax(q k' scale) v for q, k and v of one shape (B, H, T, D); see ``clamp.ops.attention.attention``.
 
     Backward keeps q, k, v and a float a query, neither the weights nor the result; a checkpointed block keeps both the
     result and the float, which take longer than all else to compute again and have no more bytes than a projection.
+
+    Returns:
+        The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
     """
     operands = qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
     require_floats("flash_attention", q=qo, k=ko, v=vo)
@@ -75,6 +77,10 @@ def flash_attention_decode(
     """One query a head, (B, H, 1, D), against the first ``cache_len`` positions of the caches (B, H, capacity, D).
 
     The caches are read in the dtype they have: casting them would copy all of them for every new token.
+
+    Raises:
+        ValueError: shapes that do not fit, or ``cache_len`` beyond the capacity.
+        TypeError: a tensor of integers.
     """
     (qo,) = casting.operands(as_node(q))
     ko, vo = as_is(k_cache), as_is(v_cache)
@@ -89,8 +95,16 @@ def rope(
     casting: Casting, x: TensorLike, positions: TensorLike, base: float = 10000.0, tape: Tape | None = None,
     inverse: bool = False,
 ) -> Any:  # fmt: skip
-    """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,), or by the negated one; see
-    ``clamp.ops.rope.rope``. Backward turns the gradient back by the same angles."""
+    """x (..., T, D), each pair of elements rotated by its angle at ``positions`` (T,); see ``clamp.ops.rope.rope``.
+
+    Backward turns the gradient back by the same angles.
+
+    Args:
+        inverse: whether by the negated angles.
+
+    Raises:
+        ValueError: D is odd, or there are not T positions.
+    """
     (operand,) = float_operands(casting, x)
     places = owned_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)

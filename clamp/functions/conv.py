@@ -35,8 +35,12 @@ def conv2d(
 ) -> Any:  # fmt: skip
     """Convolution of x (N, C, H, W) with w (F, C / groups, KH, KW), plus bias (F,).
 
-    Stride, pad and dilation are one number, or one for each axis. ``algo`` has no effect; there is one algorithm for a
-    device.
+    Args:
+        stride, pad, dilation: one number, or one for each axis.
+        algo: has no effect; there is one algorithm for a device.
+
+    Raises:
+        ValueError: shapes that do not fit, or a stride, padding, dilation or number of groups that makes no sense.
     """
     window = _window("conv2d", stride, pad, dilation, groups)
     return _convolve(casting, x, w, bias, window, bool(fuse_relu), "conv2d", tape)
@@ -64,6 +68,12 @@ def conv_transpose2d(
 ) -> Any:  # fmt: skip
     """Transposed convolution of x (N, F, OH, OW) with w (F, C, KH, KW), plus bias (C,): the input gradient of the
     convolution with w, and so its own gradients are that convolution and its weight gradient.
+
+    Args:
+        stride, pad: one number, or one for each axis.
+
+    Raises:
+        ValueError: shapes that do not fit, or no pixel is left of the result.
     """
     window = _window("conv_transpose2d", stride, pad, 1, 1)
     xo, wo = casting.operands(as_node(x), as_node(w))
@@ -228,6 +238,7 @@ def tensor_conv2d_backward(
 def fused_conv_bias_relu(
     casting: Casting, input: Tensor, weight: Tensor, bias: Tensor, stride: Number = 1, padding: Number = 0
 ) -> Any:
+    """``conv2d_relu`` of bare tensors."""
     window = _window("fused_conv_bias_relu", stride, padding, 1, 1)
     return _convolve(casting, input, weight, bias, window, True, "fused_conv_bias_relu", None)
 

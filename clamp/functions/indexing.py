@@ -41,7 +41,11 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
 
 
 def host_integers(index: Any, dtype: Any = np.int64) -> Any:
-    """Numbers of the host as a flat array of integers."""
+    """Numbers of the host as a flat array of integers.
+
+    Raises:
+        NotOwned: they are no numbers.
+    """
     try:
         return np.asarray(index).astype(dtype).ravel()
     except (TypeError, ValueError):
@@ -49,6 +53,7 @@ def host_integers(index: Any, dtype: Any = np.int64) -> Any:
 
 
 def int32_on_device(host: Any, queue: Any) -> Tensor:
+    """Integers of the host as an int32 tensor."""
     if host.size == 0:
         return bridge.empty(queue, (0,), "int32")
     return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
@@ -81,10 +86,17 @@ def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor
 def index_select(
     casting: Casting, x: Any, axis: int, idx: Any, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
-    """The places of x along an axis that ``idx`` names, in its order, bit for bit; x may be int32, too. Of a bare
-    tensor into ``out`` if it is given, of the result's shape and dtype.
+    """The places of x along an axis that ``idx`` names, in its order, bit for bit.
 
     Backward sums the gradients of a place that is named often in fp32, in a fixed order, and rounds once.
+
+    Args:
+        x: float32, float16, bfloat16 or int32.
+        idx: the indices (see the top of this file).
+        out: of a bare tensor alone: what the result is written to, of its shape and dtype.
+
+    Raises:
+        IndexError: an index given on the host is no place of the axis.
     """
     return _select(casting, x, axis, idx, "index_select", tape, out)
 
@@ -103,10 +115,17 @@ def embedding(casting: Casting, weight: Any, idx: Any, tape: Tape | None = None)
 
 @implements("netcl.autograd.index_add", uses=_PICKED)
 def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: Tape | None = None) -> Any:
-    """A copy of dst, with each place of src added to the place of the axis that its index names. src has dst's extents,
-    but one place for each index.
+    """A copy of dst, with each place of src added to the place of the axis that its index names.
 
     The sums are formed in fp32, in a fixed order, and rounded once.
+
+    Args:
+        dst, src: float32, float16 or bfloat16, in any mixture. src has dst's extents, but one place for each index.
+        idx: the indices (see the top of this file).
+
+    Raises:
+        ValueError: there is no such axis, or src has another shape.
+        IndexError: an index given on the host is no place of the axis.
     """
     to, source = float_operands(casting, dst, src)
     axis = axis_of("index_add", axis, len(to.shape))
@@ -123,7 +142,11 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
 
 @implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=_LARGEST)
 def argmax(casting: Casting, x: Any, axis: int = -1, keepdims: bool = False) -> Tensor:
-    """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy)."""
+    """The place of the largest element along an axis, an int32 tensor; the first of equal ones, or of NaNs (numpy).
+
+    Raises:
+        ValueError: there is no such axis, or it is empty.
+    """
     (operand,) = float_operands(casting, x)
     return ops.argmax(operand.value, axis, keepdims)
 
@@ -133,6 +156,9 @@ def topk(casting: Casting, x: Any, k: int, axis: int = -1) -> tuple[Tensor, Tens
     """The k largest elements along an axis in descending order, and their places (int32). Not differentiable.
 
     Equal elements come in the order of their places, NaN after everything else.
+
+    Raises:
+        ValueError: there is no such axis, or k is not in 1 .. its extent.
     """
     (operand,) = float_operands(casting, x)
     values, places = ops.topk(operand.value, k, axis)
@@ -144,6 +170,10 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
     """A row of zeros for each index, with a one at the index: (number of indices, num_classes).
 
     An index outside 0 .. num_classes - 1 has a row of zeros, as in netcl (here nothing counts from the end).
+
+    Raises:
+        ValueError: num_classes is negative.
+        NotOwned: no floating dtype of clamp's, or indices on the host without a queue.
     """
     if dtype not in bridge.STORAGE:
         raise NotOwned
@@ -186,7 +216,11 @@ def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Te
 
 @implements("netcl.ops.indexing.as_index_tensor", uses=(ops.TO_INDEX,))
 def tensor_as_index_tensor(casting: Casting, idx: Any, queue: Any = None, backend: str | None = None) -> Tensor:
-    """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's."""
+    """A floating tensor of whole numbers as flat int32, converted on the device; what else there is stays netcl's.
+
+    Raises:
+        NotOwned: idx is no such tensor.
+    """
     if not isinstance(idx, Tensor) or idx.dtype not in bridge.STORAGE:
         raise NotOwned
     return ops.to_index(owned_value(idx))

@@ -36,6 +36,7 @@ _RESHAPE = "reshape one of them to the other's shape"
 
 
 def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operand, advice: str = _RESHAPE) -> None:
+    """Raises ValueError where two operands differ in shape, naming the loss and the arguments."""
     if x.shape != t.shape:
         raise ValueError(
             f"{name}: {first} has shape {x.shape}, {second} has shape {t.shape}; losses do not broadcast: {advice}"
@@ -94,7 +95,11 @@ l1_loss = _sum_of_pairs("l1", "l1_loss")
 
 @implements("netcl.autograd.smooth_l1_loss", uses=(loss_sum,))
 def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, tape: Tape | None = None) -> Any:
-    """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``."""
+    """Sum of ``d*d / (2*beta)`` where ``d = |pred - target|`` is below beta, else ``d - beta/2``; float32, (1,).
+
+    Raises:
+        ValueError: beta is negative or NaN.
+    """
     if not beta >= 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative or NaN")
     return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
@@ -124,11 +129,16 @@ def _require_rows(name: str, x: Operand) -> tuple[int, int]:
     "netcl.autograd.cross_entropy", "netcl.nn.functional.cross_entropy", "netcl.nn.loss.cross_entropy", uses=(ops,)
 )
 def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None = None) -> Any:
-    """Mean over the batch of the cross entropy of ``softmax(logits)``, of logits (N, C).
+    """Mean over the batch of the cross entropy of ``softmax(logits)``: float32, shape (1,).
 
-    Targets are probabilities or one-hot rows (N, C), which get no gradient, as in netcl. Or N class numbers (rank 1: a
-    tensor of integers or whole floats, a host array, a list), which are read on the device without a one-hot copy, and
-    of which -100 is ignored (see ``cross_entropy_indices``).
+    Args:
+        logits: (N, C), float32, float16 or bfloat16.
+        targets: probabilities or one-hot rows (N, C), in any of these dtypes; they get no gradient, as in netcl.
+            Or N class numbers (rank 1: a tensor of integers or whole floats, a host array, a list), which are read
+            on the device without a one-hot copy, and of which -100 is ignored (see ``cross_entropy_indices``).
+
+    Raises:
+        TypeError: the logits are not floating, or the targets neither floating nor labels.
     """
     if _rank(targets) == 1:
         return _label_loss(casting, "cross_entropy", logits, targets, IGNORE_INDEX, tape)
@@ -148,13 +158,18 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
 def cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX, tape: Tape | None = None
 ) -> Any:
-    """Mean cross entropy of logits (N, C) against class numbers, over the rows that are not ignored.
+    """Mean cross entropy of logits (N, C) against class numbers, over the rows that are not ignored; float32, (1,).
 
     Args:
+        logits: (N, C), float32, float16 or bfloat16.
         targets: N class numbers: an integer tensor, a floating one of whole numbers, a host array or a list, of any
             shape. A class outside 0 .. C-1 makes the loss, and the gradient of its row, NaN: on the device it
-            cannot raise. Host labels are checked before they are sent there (IndexError).
+            cannot raise. Host labels are checked before they are sent there.
         ignore_index: rows with this target take no part. If all do, loss and gradient are 0.
+
+    Raises:
+        ValueError: the number of targets is not N, or the logits are not (N, C).
+        IndexError: a label given on the host is no class.
     """
     return _label_loss(casting, "cross_entropy_indices", logits, targets, ignore_index, tape)
 
@@ -205,9 +220,11 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
 
 @implements("netcl.autograd.hinge_loss", uses=(ops,))
 def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0, tape: Tape | None = None) -> Any:
-    """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true.
+    """Multi-class hinge: mean over the batch of ``sum(max(0, margin + x[c] - x[true]))``, c not true; float32, (1,).
 
-    Logits are (N, C), and so are targets, one-hot rows, which get no gradient.
+    Args:
+        logits: (N, C), float32, float16 or bfloat16.
+        targets: one-hot rows (N, C), in any of these dtypes; they get no gradient.
     """
     x, t = casting.operands(as_node(logits), as_node(targets))
     _require_rows("hinge_loss", x)
@@ -236,8 +253,16 @@ def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) 
 def tensor_cross_entropy_indices(
     casting: Casting, logits: Any, targets: Any, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor]:
-    """The loss of ``cross_entropy_indices`` for targets on the device, and one over the number of rows that count, as
-    float32 of shape (1,), too."""
+    """Mean cross entropy of logits (N, C) against N class numbers, and one over the number of rows that count.
+
+    Args:
+        logits: float32, float16 or bfloat16.
+        targets: a device tensor. A class outside 0 .. C-1 makes the loss NaN.
+        ignore_index: rows with this target do not count.
+
+    Returns:
+        Two float32 tensors of shape (1,).
+    """
     x, labels = _logits_and_targets(casting, "cross_entropy_indices", logits, targets)
     forward = ops.label_loss(x, labels, ignore_index)
     assert forward.count is not None
@@ -248,8 +273,13 @@ def tensor_cross_entropy_indices(
 def cross_entropy_indices_backward(
     casting: Casting, logits: Any, targets: Any, scale: Any, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape. The scale is one floating
-    element, read on the device."""
+    """``(softmax(logits) - onehot(targets)) * scale``, 0 in ignored rows: the logits' shape.
+
+    Args:
+        scale: one floating element, read on the device.
+
+    Other arguments as for ``cross_entropy_indices``.
+    """
     x, labels = _logits_and_targets(casting, "cross_entropy_indices_backward", logits, targets)
     factor = as_is(scale)
     require_floats("cross_entropy_indices_backward", scale=factor)
@@ -260,7 +290,15 @@ def cross_entropy_indices_backward(
 
 @implements("netcl.ops.softmax.softmax_backward", uses=(softmax_gradient,))
 def softmax_backward(casting: Casting, out: Any, grad_out: Any, axis: int = -1) -> Tensor:
-    """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax."""
+    """``out * (grad_out - sum(grad_out * out))`` along an axis, in the dtype of out: the gradient of softmax.
+
+    Args:
+        out: the result of softmax, float32, float16 or bfloat16.
+        grad_out: its gradient, in any of these.
+
+    Raises:
+        ValueError: the shapes differ, or there is no such axis.
+    """
     y, grad = as_is(out), as_is(grad_out)
     require_floats("softmax_backward", out=y, grad_out=grad)
     return softmax_gradient(y.value, grad.value, axis, out_dtype=y.grad_dtype)
@@ -333,8 +371,13 @@ def fused_weighted_bce_smooth_l1_loss(
     casting: Casting, pred: Any, target: Any, heat_weight: Any, reg_weight: Any, heat_scale: float, reg_scale: float,
     beta: float = 0.05, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """``heat_scale * weighted_bce(heat_weight) + reg_scale * weighted_smooth_l1(reg_weight)``. Only predictions get a
-    gradient."""
+    """``heat_scale * weighted_bce(heat_weight) + reg_scale * weighted_smooth_l1(reg_weight)``: float32, shape (1,).
+
+    Args:
+        pred: predictions, which alone get a gradient.
+        target, heat_weight, reg_weight: the same shape; all in any mixture of float32, float16 and bfloat16.
+        beta: as for ``weighted_smooth_l1_loss``, and so are the errors.
+    """
     name, kind = "fused_weighted_bce_smooth_l1_loss", "detection"
     operands = operands_alike(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
     constants = detection_constants(
@@ -350,11 +393,17 @@ def weighted_box_smooth_l1_loss(
     casting: Casting, pred: Any, target: Any, beta: float = 0.05, area_ref: float = 0.01, area_gain: float = 1.5,
     miss_gain: float = 2.0, center_gain: float = 3.0, size_gain: float = 1.0, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Weighted smooth l1 of boxes (N, 4): x center, y center, width and height, all in 0 .. 1.
+    """Weighted smooth l1 of boxes (x center, y center, width, height), all coordinates in 0 .. 1: float32, shape (1,).
 
     A coordinate's weight is ``(1 + area_gain * min(sqrt(area / area_ref), 6)) * (1 + miss_gain * (1 - iou)**2)``
     times center_gain or size_gain, with the target's area and the boxes' intersection over union. To the gradient
     the weights are constants, as in netcl.
+
+    Args:
+        pred, target: (N, 4), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: the shapes differ, or are not (N, 4).
     """
     name = "weighted_box_smooth_l1_loss"
     x, t = operands = operands_alike(casting, name, pred=pred, target=target)

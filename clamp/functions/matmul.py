@@ -27,7 +27,11 @@ Rows = tuple[int, int]
 
 @implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul", uses=(gemm, permute))
 def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
-    """a @ b for (M, K) @ (K, N), (..., M, K) @ (K, N), (M, K) @ (B, K, N) and (B, M, K) @ (B, K, N)."""
+    """a @ b for (M, K) @ (K, N), (..., M, K) @ (K, N), (M, K) @ (B, K, N) and (B, M, K) @ (B, K, N).
+
+    Raises:
+        ValueError: shapes that do not fit, or that netcl's matmul does not take.
+    """
     x, w = casting.operands(as_node(a), as_node(b))
     _check_matmul_shapes(x.shape, w.shape)
     if len(x.shape) > 2 and len(w.shape) == 2:

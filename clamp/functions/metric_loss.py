@@ -60,7 +60,13 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
 def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Tape | None = None) -> Any:
     """``sum((X[i] - Y[j])**2)`` of every pair of rows: shape (N, M); without Y, of X's rows among themselves.
 
-    Formed from differences: rows that are close keep their digits. X is (N, D), Y (M, D).
+    Formed from differences: rows that are close keep their digits.
+
+    Args:
+        X: (N, D), Y: (M, D), each float32, float16 or bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: they are no matrices, or D differs.
     """
     name = "pairwise_squared_distances"
     operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
@@ -85,9 +91,14 @@ def triplet_loss(
     casting: Casting, anchor: Any, positive: Any, negative: Any, margin: float = 1.0, distance: str = "squared",
     reduction: str = "mean", tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``, each (N, D).
+    """Mean or sum over rows of ``max(0, d(anchor, positive) - d(anchor, negative) + margin)``: float32, shape (1,).
 
-    d is the squared distance, or if ``distance`` is "euclidean", ``sqrt(squared distance + 1e-8)``.
+    Args:
+        anchor, positive, negative: (N, D), in any mixture of float32, float16 and bfloat16. Each may need a gradient.
+        distance: d is the squared distance, or "euclidean", ``sqrt(squared distance + 1e-8)``.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); an unknown distance or reduction.
     """
     _require_choices("triplet_loss", reduction, distance)
     a, p, n = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
@@ -107,10 +118,16 @@ def contrastive_loss(
     casting: Casting, x1: Any, x2: Any, labels: Any, margin: float = 1.0, reduction: str = "mean",
     tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``.
+    """Mean or sum over rows of ``y * d**2 + (1 - y) * max(0, margin - d)**2``: float32, shape (1,).
 
-    ``d = |x1 - x2|`` for x1 and x2 (N, D), in the second term ``sqrt(d**2 + 1e-8)``. Labels are N numbers y, 1 for rows
-    that belong together and 0 for others.
+    ``d = |x1 - x2|``, in the second term ``sqrt(d**2 + 1e-8)``.
+
+    Args:
+        x1, x2: (N, D), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+        labels: N numbers y, 1 for rows that belong together and 0 for others: a host array, a list or a tensor.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); another number of labels; an unknown reduction.
     """
     _require_choices("contrastive_loss", reduction)
     x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
@@ -167,12 +184,17 @@ def info_nce_loss(
     casting: Casting, queries: Any, keys: Any, temperature: float = 0.07, normalize: bool = True,
     reduction: str = "mean", symmetric: bool = False, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal.
+    """Cross entropy of ``softmax(queries @ keys.T / temperature)`` against the diagonal: float32, shape (1,).
 
     Args:
-        queries, keys: (N, D); row i of one belongs to row i of the other.
+        queries, keys: (N, D), in any mixture of float32, float16 and bfloat16; row i of one belongs to row i of the
+            other. Either may need a gradient.
+        temperature: positive.
         normalize: rows are divided by their norm (plus 1e-8) first, in fp32.
         symmetric: the average with the loss of keys against queries.
+
+    Raises:
+        ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
     """
     _require_choices("info_nce_loss", reduction)
     if not temperature > 0.0:

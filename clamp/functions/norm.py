@@ -141,6 +141,7 @@ def batch_norm2d_leaky_relu(
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
+    """leaky_relu of ``batch_norm2d``, in its store. Arguments and results as there."""
     return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
         Activation(2, float(negative_slope)),
@@ -184,8 +185,14 @@ def group_norm(
     tape: Tape | None = None,
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` with the statistics of each sample's group of channels
-    (Wu and He, 2018), of x (N, C, H, W), with C elements of gamma and of beta. Returns the result, and the means and
-    variances in float32, of shape (N, groups).
+    (Wu and He, 2018).
+
+    Args:
+        x: (N, C, H, W), float32, float16 or bfloat16; ``groups`` divides C.
+        gamma, beta: C elements each.
+
+    Returns:
+        The result, and the means and variances in float32, of shape (N, groups).
     """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo.shape)
@@ -211,6 +218,7 @@ def tensor_group_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, groups: int,
     eps: float = 1e-5,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm_backward", xo.shape)
     (go,) = _parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
@@ -231,7 +239,14 @@ def layer_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
 ) -> tuple[Any, Tensor, Tensor]:
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` over the last axis (Ba, Kiros and Hinton, 2016), or over the
-    last axes where gamma has several. Returns the result, and the means and variances in float32, of shape (..., 1).
+    last axes where gamma has several.
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma, beta: n elements each, or of the shape of x's last axes.
+
+    Returns:
+        The result, and the means and variances in float32, of shape (..., 1).
     """
     (xo,) = float_operands(casting, x)
     eps, shape = float(eps), xo.shape
@@ -274,6 +289,7 @@ def _last_axis(name: str, x: Operand) -> int:
 def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of x, gamma and beta."""
     (xo,) = float_operands(casting, x)
     n = _last_axis("layer_norm_backward", xo)
     (go,) = _parameters_of("layer_norm_backward", xo, n, gamma)
@@ -289,8 +305,15 @@ def tensor_layer_norm_backward(
 def rms_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
 ) -> tuple[Any, Tensor]:
-    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019). Returns the result, and the
-    reciprocal root mean square of each row in float32."""
+    """``x / sqrt(mean x^2 + eps) * gamma`` over the last axis (Zhang and Sennrich, 2019).
+
+    Args:
+        x: (..., n), float32, float16 or bfloat16.
+        gamma: n elements.
+
+    Returns:
+        The result, and the reciprocal root mean square of each row in float32.
+    """
     (xo,) = float_operands(casting, x)
     (go,) = _parameters_of("rms_norm", xo, _last_axis("rms_norm", xo), gamma)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
@@ -308,6 +331,7 @@ def rms_norm(
 def tensor_rms_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and gamma."""
     (xo,) = float_operands(casting, x)
     n = _last_axis("rms_norm_backward", xo)
     (go,) = _parameters_of("rms_norm_backward", xo, n, gamma)
@@ -340,4 +364,5 @@ def l2_normalize(casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e
 
 @implements("netcl.nn.loss.l2_normalize", uses=(rows_ops, permute))
 def tensor_l2_normalize(casting: Casting, x: Tensor, dim: int = -1, eps: float = 1e-8) -> Any:
+    """``l2_normalize`` of a bare tensor."""
     return l2_normalize(casting, x, dim, eps)

@@ -177,6 +177,7 @@ class Segment:
             bridge.cut(nodes, _not_returned)
 
     def begin(self) -> None:
+        """A backward pass begins."""
         self._grads.clear()
 
     def _run(self, *, is_again: bool) -> tuple[Any, list[Node]]:

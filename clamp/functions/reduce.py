@@ -39,7 +39,11 @@ sum, mean = _reduction("sum"), _reduction("mean")
 
 @implements("netcl.autograd.softmax", "netcl.ops.softmax.softmax", uses=(softmax_ops,))
 def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, tape: Tape | None = None) -> Any:
-    """``exp(x) / sum(exp(x))`` along an axis, of which ``dim`` wins. Backward keeps the result, not the input."""
+    """``exp(x) / sum(exp(x))`` along an axis. Backward keeps the result, not the input.
+
+    Args:
+        axis, dim: the axis; ``dim`` wins.
+    """
     (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))

@@ -53,7 +53,11 @@ def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]
 
 @implements("netcl.autograd.reshape", uses=())
 def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
-    """x under another shape of as many elements; one extent may be -1."""
+    """x under another shape of as many elements; one extent may be -1.
+
+    Raises:
+        ValueError: the number of elements differs, or two extents are -1.
+    """
     return view(casting, x, _resolved("reshape", shape_of(x), shape), "reshape", tape)
 
 
@@ -65,7 +69,11 @@ def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = 
 
 @implements("netcl.autograd.unsqueeze", uses=())
 def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> Any:
-    """x with an axis of extent 1 more, at ``axis`` of the result."""
+    """x with an axis of extent 1 more, at ``axis`` of the result.
+
+    Raises:
+        ValueError: the result has no such axis.
+    """
     shape = shape_of(x)
     axis = axis_of("unsqueeze", axis, len(shape) + 1)
     return view(casting, x, (*shape[:axis], 1, *shape[axis:]), "unsqueeze", tape)
@@ -73,7 +81,11 @@ def unsqueeze(casting: Casting, x: Any, axis: int, tape: Tape | None = None) -> 
 
 @implements("netcl.autograd.squeeze", uses=())
 def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None = None) -> Any:
-    """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left)."""
+    """x without ``axis``, of extent 1, or without every axis of extent 1 (at least one axis is left).
+
+    Raises:
+        ValueError: there is no such axis, or its extent is not 1.
+    """
     shape = shape_of(x)
     if axis is None:
         return view(casting, x, tuple(extent for extent in shape if extent != 1) or (1,), "squeeze", tape)
@@ -85,7 +97,11 @@ def squeeze(casting: Casting, x: Any, axis: int | None = None, tape: Tape | None
 
 @implements("netcl.autograd.permute", "netcl.ops.permute.permute", uses=(ops, cast))
 def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = None) -> Any:
-    """A copy of x with its axes in the order ``dims``; any number of axes."""
+    """A copy of x with its axes in the order ``dims``; any number of axes.
+
+    Raises:
+        ValueError: dims is no permutation of x's axes.
+    """
     (operand,) = casting.operands(as_node(x))
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
@@ -119,8 +135,17 @@ def stretches_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
 def cat(
     casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
-    """The tensors, floating or all int32, one after the other along an axis; all extents but that of the axis agree.
-    Bare ones into ``out`` if it is given, of the result's shape and dtype. Backward gives each its own stretch."""
+    """The tensors one after the other along an axis. Backward gives each its own stretch, in its own dtype.
+
+    Args:
+        tensors: at least one, float32, float16 or bfloat16 in any mixture, or all int32; all extents but that of the
+            axis agree.
+        out: of bare tensors alone: what the result is written to, of its shape and dtype.
+
+    Raises:
+        ValueError: there is no tensor, no such axis, or the shapes do not fit.
+        TypeError: integers and floating tensors together.
+    """
     tensors = list(tensors)
     if out is None or not tensors:
         return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
@@ -171,6 +196,11 @@ def _joined(
 
 @implements("netcl.ops.transpose.transpose2d", uses=(ops, cast))
 def tensor_transpose2d(casting: Casting, x: Any) -> Any:
+    """Transpose of a bare matrix.
+
+    Raises:
+        ValueError: x has not two dimensions.
+    """
     (operand,) = casting.operands(as_node(x))
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")

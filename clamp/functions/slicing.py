@@ -156,8 +156,14 @@ def _along(
 def narrow(
     casting: Casting, x: Any, axis: int, start: int, length: int, tape: Tape | None = None, out: Tensor | None = None
 ) -> Any:
-    """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end). Of a bare
-    tensor into ``out`` if it is given, of the result's shape and dtype."""
+    """A copy of ``length`` places of x along an axis, from ``start`` on (a negative one counts from the end).
+
+    Args:
+        out: of a bare tensor alone: what the result is written to, of its shape and dtype.
+
+    Raises:
+        ValueError: there is no such axis, or the places are not all inside it.
+    """
     shape, start = shape_of(x), whole_number("narrow", "start", start)
     start += shape[axis_of("narrow", axis, len(shape))] if start < 0 else 0
     if out is not None:
@@ -172,7 +178,11 @@ def narrow(
 def split(
     casting: Casting, x: Any, split_size_or_sections: int | Sequence[int], axis: int = 0, tape: Tape | None = None
 ) -> list[Any]:
-    """x cut along an axis into pieces of one size (the last may be smaller), or of the sizes given."""
+    """x cut along an axis into pieces of one size (the last may be smaller), or of the sizes given.
+
+    Raises:
+        ValueError: there is no such axis, the size is not positive, or the sizes do not sum to the extent.
+    """
     shape = shape_of(x)
     extent = shape[axis_of("split", axis, len(shape))]
     if isinstance(split_size_or_sections, Sequence):
@@ -186,7 +196,11 @@ def split(
 
 @implements("netcl.autograd.chunk")
 def chunk(casting: Casting, x: Any, chunks: int, axis: int = 0, tape: Tape | None = None) -> list[Any]:
-    """x cut along an axis into at most ``chunks`` pieces of one size (the last may be smaller)."""
+    """x cut along an axis into at most ``chunks`` pieces of one size (the last may be smaller).
+
+    Raises:
+        ValueError: there is no such axis, or ``chunks`` is not positive.
+    """
     chunks = whole_number("chunk", "chunks", chunks, 1)
     shape = shape_of(x)
     extent = shape[axis_of("chunk", axis, len(shape))]
@@ -204,6 +218,11 @@ def getitem(casting: Casting, x: Any, key: Any, tape: Tape | None = None) -> Any
 
     Neighbouring axes of which the first has one place left, or the second all, are cut at once: ``x[i]``, ``x[:, i]``
     and ``x[i, j]`` are one copy each, ``x[:, i:j, k]`` is two. Where nothing is cut off, x itself is returned.
+
+    Raises:
+        IndexError: too many indices, or one out of range.
+        NotImplementedError: a slice with a step.
+        TypeError: another kind of index.
     """
     shape = shape_of(x)
     stretches, dropped = _parse(key, shape)
@@ -264,7 +283,12 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
 
 @implements("netcl.ops.tensor_ops.write_into", uses=(ops,))
 def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, start: int) -> Tensor:
-    """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst."""
+    """Writes src over ``dst[..., start:start + n, ...]`` along an axis, converted to dst's dtype; returns dst.
+
+    Raises:
+        ValueError: there is no such axis, src does not fit there, or their other extents differ.
+        TypeError: one is int32 and the other floating.
+    """
     target, x = owned_value(as_node(dst)), owned_value(as_node(src))
     moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
     bridge.require_same_queue("write_into", target, x)

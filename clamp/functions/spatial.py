@@ -34,6 +34,9 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
 
     NaN wins. The gradient of a window goes to its first largest element. (netcl refuses windows that overlap or
     leave gaps in backward; they work here.)
+
+    Raises:
+        ValueError: x is not NCHW, or no window fits.
     """
     (operand,) = float_operands(casting, x)
     dtype = casting.result_dtype(operand)
@@ -55,7 +58,11 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
 
 @implements("netcl.autograd.avg_pool2d", "netcl.nn.pooling.avg_pool2d", uses=(pool_ops,))
 def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, tape: Tape | None = None) -> Any:
-    """The mean of every kernel_size x kernel_size window of an NCHW tensor, without padding; summed in fp32."""
+    """The mean of every kernel_size x kernel_size window of an NCHW tensor, without padding; summed in fp32.
+
+    Raises:
+        ValueError: x is not NCHW, or no window fits.
+    """
     (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = pool_ops.avg_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
@@ -68,7 +75,11 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
 
 @implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d", uses=(reduce_sum,))
 def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any:
-    """The mean of every plane, (N, C, H, W) -> (N, C, 1, 1); summed in fp32."""
+    """The mean of every plane, (N, C, H, W) -> (N, C, 1, 1); summed in fp32.
+
+    Raises:
+        ValueError: x is not NCHW, or its planes are empty.
+    """
     (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = pool_ops.global_avg_pool2d(operand.value, out_dtype=casting.result_dtype(operand))
@@ -110,8 +121,12 @@ def global_avg_pool2d_backward(casting: Casting, x: Tensor, grad_out: Tensor) ->
 def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape | None = None) -> Any:
     """An NCHW tensor with ``pad`` elements more on each side of its planes; with none, x itself.
 
-    The mode is ``"zero"``, or ``"reflect"``, netcl's name for mirroring the plane with its edge. Of another netcl pads
-    with zeros, and raises in backward; here it is refused, and so is a mirrored border wider than the plane.
+    Args:
+        mode: ``"zero"``, or ``"reflect"``, netcl's name for mirroring the plane with its edge.
+
+    Raises:
+        ValueError: x is not NCHW, another mode (netcl pads with zeros then, and raises in backward), or a mirrored
+            border wider than the plane.
     """
     (operand,) = float_operands(casting, x)
     shape = operand.shape
@@ -135,7 +150,11 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
 def pad2d_backward(
     casting: Casting, grad_out: Tensor, pad: int = 1, mode: str = "zero", in_shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Gradient of ``pad2d`` of a bare tensor of shape ``in_shape``, in the gradient's dtype."""
+    """Gradient of ``pad2d`` of a bare tensor of shape ``in_shape``, in the gradient's dtype.
+
+    Raises:
+        ValueError: ``in_shape`` is missing, or does not belong to the gradient's shape.
+    """
     (grad,) = floats_as_is(grad_out)
     pad = whole_number("pad2d_backward", "pad", pad, 0)
     if pad == 0:
@@ -179,13 +198,17 @@ def upsample(
     casting: Casting, x: Any, size: Size = None, scale_factor: ScaleFactor = None, mode: str = "nearest",
     align_corners: bool = False, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """Images (N, C, H, W) resized to ``size`` or by ``scale_factor``, to the nearest neighbour or bilinearly, in fp32.
+    """Images resized to ``size`` or by ``scale_factor``, to the nearest neighbour or bilinearly, in fp32.
 
     Args:
+        x: (N, C, H, W), float32, float16 or bfloat16.
         size: (height, width), or one number for both.
         scale_factor: (down, across), or one number for both; sizes are rounded down.
         mode: "nearest" or "bilinear".
         align_corners: whether the corner pixels keep their places ("bilinear" only).
+
+    Raises:
+        ValueError: not exactly one of size and scale_factor, an unknown mode, a size or an input without pixels.
     """
     (operand,) = _operands(casting, x)
     resolved = _output_size(operand.shape, size, scale_factor)
@@ -212,13 +235,17 @@ def grid_sample(
     casting: Casting, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False, tape: Tape | None = None,
 ) -> Any:  # fmt: skip
-    """The images x (N, C, H, W) at the places that grid names, interpolated in fp32.
+    """The images x at the places that grid names, interpolated in fp32.
 
     Args:
-        grid: (N, OH, OW, 2), across and down from -1 to 1.
+        x: (N, C, H, W), float32, float16 or bfloat16.
+        grid: (N, OH, OW, 2), across and down from -1 to 1; read in its own dtype.
         mode: "bilinear", the only one netcl has.
         padding_mode: "zeros" or "border".
         align_corners: whether -1 and 1 are the centres of the outer pixels instead of their edges.
+
+    Raises:
+        ValueError: shapes that do not belong together, images without pixels, another mode or padding mode.
     """
     _require_bilinear(mode)
     image, places = _operands(casting, x, grid)
@@ -242,8 +269,16 @@ def grid_sample(
 def affine_grid(
     casting: Casting, theta: Any, size: Sequence[int], align_corners: bool = False, tape: Tape | None = None
 ) -> Any:
-    """The grid (N, OH, OW, 2) that samples images of ``size`` (N, C, OH, OW) under affine maps theta (N, 2, 3), in
-    fp32."""
+    """The grid (N, OH, OW, 2) that samples an image under affine maps, computed in fp32.
+
+    Args:
+        theta: (N, 2, 3), float32, float16 or bfloat16.
+        size: (N, C, OH, OW) of what will be sampled.
+        align_corners: as for ``grid_sample``.
+
+    Raises:
+        ValueError: theta or size have another shape, or their N differ.
+    """
     (operand,) = _operands(casting, theta)
     size = tuple(int(extent) for extent in size)
     dtype = casting.result_dtype(operand)
@@ -261,12 +296,17 @@ def rotate_2d_grid(
     tape: Tape | None = None,
     *, mode: str = "bilinear",
 ) -> Any:  # fmt: skip
-    """Images (N, C, H, W) rotated about their centres.
+    """Images rotated about their centres.
 
     Args:
+        x: (N, C, H, W), float32, float16 or bfloat16.
         angles_rad: a number, a sequence or array of N (or one), or a node or tensor of those. A node that needs a
             gradient gets one (netcl reads it to the host and gives it none).
-        mode: as for ``grid_sample``. (netcl.nn.functional passes one, which netcl's own function does not take.)
+        padding_mode, align_corners, mode: as for ``grid_sample``. (netcl.nn.functional passes a mode, which netcl's own
+            function does not take.)
+
+    Raises:
+        ValueError: another number of angles, or as for ``grid_sample``.
     """
     (operand,) = _operands(casting, x)
     if len(operand.shape) != 4:
@@ -290,6 +330,11 @@ def rotate_2d_grid(
 def tensor_upsample_backward(
     casting: Casting, grad_out: Any, in_shape: Sequence[int], mode: str = "nearest", align_corners: bool = False
 ) -> Tensor:
+    """The gradient of ``upsample`` from that of its result.
+
+    Raises:
+        ValueError: the shapes do not belong together, or an unknown mode.
+    """
     (grad,) = _operands(casting, grad_out)
     shape = tuple(int(extent) for extent in in_shape)
     dtype = casting.result_dtype(grad)
@@ -301,6 +346,11 @@ def tensor_grid_sample_backward(
     casting: Casting, grad_out: Any, x: Any, grid: Any, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of image and grid from that of ``grid_sample``'s result.
+
+    Raises:
+        ValueError: as for ``grid_sample``.
+    """
     _require_bilinear(mode)
     grad, image, places = _operands(casting, grad_out, x, grid)
     dtype = casting.result_dtype(image)
@@ -314,6 +364,11 @@ def tensor_grid_sample_backward(
 def tensor_affine_grid_backward(
     casting: Casting, grad_grid: Any, size: Sequence[int], align_corners: bool = False
 ) -> Tensor:
+    """The gradient of ``affine_grid``'s theta from that of the grid.
+
+    Raises:
+        ValueError: the gradient is not of a grid of this size.
+    """
     (grad,) = _operands(casting, grad_grid)
     expected = (int(size[0]), int(size[2]), int(size[3]), 2)
     if grad.shape != expected:

@@ -33,6 +33,7 @@ class Verified(ABC):
     may_work: Callable[[Capabilities], bool]  # whether a device is of a kind that has its instruction
 
     def pays(self, problem: Any) -> bool:  # noqa: ARG002  (as every engine's)
+        """Wherever it is verified."""
         return True
 
     @property
@@ -58,6 +59,7 @@ class Verified(ABC):
         return trials.verdicts(queue.device, self.where, anew=anew) if self.may_work(capabilities(queue)) else {}
 
     def trials(self) -> Iterator[Trial]:
+        """One for each plan."""
         for plan in self.plans:
             yield str(plan), partial(self.computes_right, plan)
 

@@ -64,6 +64,7 @@ def mark_of(grad: Any) -> Mark | None:
 
 
 def set_mark(grad: Tensor, mark: Mark | None) -> None:
+    """Marks a gradient; None takes a mark off."""
     if mark is not None:
         grad._loss_scaling = mark
     elif hasattr(grad, "_loss_scaling"):
@@ -258,6 +259,7 @@ def give_each_its_own(params: Iterable[Any]) -> None:
 
 
 def copied(grad: Tensor) -> Tensor:
+    """A copy of a gradient, with its mark."""
     copy = bridge.empty(grad.queue, grad.shape, bridge.canonical_dtype(grad.dtype))
     transfer.copy(grad.queue, copy.buffer, grad.buffer, bridge.nbytes(grad))
     set_mark(copy, mark_of(grad))
@@ -366,8 +368,11 @@ def refuse_penalties_in(computed: Iterable[Node], leaves: Iterable[Node]) -> Non
 
 
 def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> TensorLike:
-    """Follows what is computed from gradients, and refuses a penalty that meets a loss as a constant. Returns
-    ``made``."""
+    """Follows what is computed from gradients, to notice where a penalty enters a loss as a constant. Returns ``made``.
+
+    Raises:
+        NotImplementedError: here it does.
+    """
     for parent in parents:  # of every op: short
         value = parent.value
         if not (hasattr(value, "_loss_scaling") or hasattr(value, "_made_from_gradient")):

@@ -111,6 +111,7 @@ def expect(master: Tensor) -> None:
 
 
 def is_expected(master: Tensor) -> bool:
+    """Returns whether the next step of a master is to be measured."""
     return id(master) in _unmeasured
 
 

@@ -99,7 +99,15 @@ def is_rounded(master: Tensor) -> bool:
 
 
 def require_kept(given: object, name: str) -> bool | str:
-    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given."""
+    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
+
+    Args:
+        name: of what was given, for the message.
+
+    Raises:
+        TypeError: it is neither a switch nor a text.
+        ValueError: an unknown text.
+    """
     if given is None or isinstance(given, bool):
         return given is not False
     names = ", ".join(repr(x) for x in KEEPS if isinstance(x, str))
@@ -111,7 +119,11 @@ def require_kept(given: object, name: str) -> bool | str:
 
 
 def require_steppable(optimizers: Iterable[Any], keeps: bool | str) -> None:
-    """Raises TypeError where parameters are to be in parts, and an optimizer does not step all in one launch."""
+    """Raises where an optimizer cannot step parameters that are kept so.
+
+    Raises:
+        TypeError: its steps are not made in one launch over all parameters, and these are to be in parts.
+    """
     for optimizer in optimizers if PARTS[KEEPS[keeps]] else ():
         if not bridge.has_rule(optimizer):
             raise TypeError(
@@ -146,6 +158,9 @@ def pairs(optimizer: Any) -> list[Pair]:
 
     What a user has added to ``params`` meanwhile is taken in: 16-bit parameters are replaced by their masters,
     and an optimizer of netcl's gets state for new parameters.
+
+    Raises:
+        TypeError: the optimizer has no ``params``, or they are not tensors.
     """
     owned = bridge.is_netcl_optimizer(optimizer)
     found: list[Pair] = []
@@ -170,7 +185,11 @@ def pairs(optimizer: Any) -> list[Pair]:
 
 
 def master_params(optimizer: Any) -> list[Tensor]:
-    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones."""
+    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
+
+    Raises:
+        TypeError: the optimizer has no ``params``.
+    """
     return [master for master, _ in pairs(optimizer)]
 
 
@@ -270,7 +289,11 @@ def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], No
 
 
 def write_back(master: Tensor, model: Tensor, turn: int | None = None) -> None:
-    """Rewrites a 16-bit parameter from its master; ``turn`` as of ``MasterInParts.split``."""
+    """Rewrites a 16-bit parameter from its master.
+
+    Args:
+        turn: as of ``MasterInParts.split``.
+    """
     if isinstance(master, MasterInParts):
         master.split(turn)
         return

@@ -108,4 +108,5 @@ def buffers_of(param: Tensor) -> list[Any]:
 
 
 def splitting(params: Sequence[Tensor]) -> list[Callable[[], None]]:
+    """Returns calls that split those of these masters in parts that are whole."""
     return [partial(param.split) for param in params if type(param) is MasterInParts and param.is_whole]

@@ -159,6 +159,7 @@ class StepClock:
         self._last: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id, as above
 
     def tick(self, optimizer: Any) -> None:
+        """The optimizer steps."""
         self.now += 1
         key = id(optimizer)
         known = self._last.get(key)
@@ -172,6 +173,7 @@ class StepClock:
         return known is not None and known[0]() is optimizer and known[1] > time
 
     def stepped_since(self, param: Tensor, time: int) -> bool:
+        """Returns whether an optimizer that has the parameter has stepped after that time."""
         if self.now == time:
             return False
         later = [optimizer() for optimizer, last in self._last.copy().values() if last > time]
@@ -199,6 +201,9 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
 
     Args:
         found: what ``masters.gathered`` returned.
+
+    Raises:
+        TypeError: as ``masters.require_steppable``.
     """
     for master, _ in found:
         if isinstance(master, MasterInParts):

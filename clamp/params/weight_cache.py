@@ -87,6 +87,7 @@ class WeightCache:
                 self.put(tensor, kind, value, weakly=True)
 
     def known(self, tensor: Tensor, kind: Hashable) -> Any:
+        """The value of this kind, if it is there."""
         with self._lock:
             entry = self._entries.get(id(tensor))
             return entry.value(kind) if entry is not None and entry.is_of(tensor) else None
@@ -137,12 +138,14 @@ class WeightCache:
                     self._entries.pop(key, None)
 
     def clear(self) -> None:
+        """Forgets everything."""
         with self._lock:
             self.clears += 1
             self._entries.clear()
 
     @property
     def values(self) -> list[Any]:
+        """All that is kept."""
         with self._lock:
             return [entry.value(kind) for entry in self._entries.copy().values() for kind in entry.values.copy()]
 

@@ -77,6 +77,7 @@ class Redirected:
         )
 
     def put(self) -> None:
+        """Redirects the function."""
         for name, value in self._shown.items():
             vars(self.function).setdefault(name, value)  # a user's decorated one names what it decorates
         self.function.__code__ = self._ours
@@ -255,6 +256,7 @@ class Bindings:
             self.set(owner, name, wrapt.FunctionWrapper(function, wrapper))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets one attribute."""
         self._undo.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
 

@@ -41,6 +41,7 @@ class RankParameters:
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def name(self, models: Iterable[Any]) -> None:
+        """Remembers what the tensors of these models are called."""
         for number, model in enumerate(models):
             if bridge.is_module(model):
                 for name, tensor in bridge.module_tensors(model):
@@ -131,6 +132,7 @@ def digest(content: bytes) -> int:
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> bytes:
+    """Shapes and dtypes, to be compared."""
     return repr([(tuple(tensor.shape), bridge.canonical_dtype(tensor.dtype)) for tensor in tensors]).encode()
 
 

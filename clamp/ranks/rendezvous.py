@@ -106,6 +106,7 @@ class Meeting:
         return self._open[-1]
 
     def is_open(self, begun: object) -> bool:
+        """Returns whether this pass's header has not been exchanged yet."""
         return any(one is begun for one in self._open)
 
     def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:

@@ -50,6 +50,7 @@ class CodeNames:
                 known.append(function.__code__)
 
     def used(self) -> set[str]:
+        """The names."""
         names: set[str] = set()
         codes = list(self._codes)
         while codes:

@@ -293,8 +293,10 @@ class ModuleNotes:
     def watch(self, *ignored: str) -> Watch:
         """The modules' settings as they are now.
 
-        What the modules changed themselves since, what they keep under a private name, and what is ignored does not
-        count.
+        What the modules changed themselves since, and what they keep under a private name, does not count.
+
+        Args:
+            ignored: attributes that do not count either.
         """
 
         def hidden(owner: Any, name: str) -> bool:

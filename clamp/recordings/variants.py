@@ -73,7 +73,11 @@ class Variants:
         return sum(len(kind.kept) for kind in self._kinds.values())
 
     def find(self, key: Key, inputs: Sequence[Tensor], known: Known) -> Replayable | None:
-        """A recording that gives what running the pass on these inputs gives now; None if there is none."""
+        """A recording that gives what running the pass on these inputs gives now; None if there is none.
+
+        Args:
+            known: of the gradients that are there.
+        """
         kind = self._kinds.get(key)
         if kind is None:
             return None
@@ -104,7 +108,11 @@ class Variants:
         self._kind(key).ran = watch
 
     def add(self, key: Key, recorded: Replayable, before: Watch) -> None:
-        """The pass has been recorded."""
+        """The pass has been recorded.
+
+        Args:
+            before: the state before it.
+        """
         if self._never:  # a backward meanwhile
             return
         kind, strangers = self._kind(key), recorded.plan.strangers
@@ -135,6 +143,9 @@ class Variants:
     def differs(self, key: Key, recorded: Replayable, why: str) -> None:
         """The pass, run in place of a replay, did something else than that would have. It is recorded anew, and after
         the second time nothing is any more.
+
+        Args:
+            why: what was different.
         """
         kind = self._kind(key)
         kind.kept = [x for x in kind.kept if x is not recorded]

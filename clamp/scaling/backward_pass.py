@@ -113,6 +113,7 @@ class PassGradients:
         return PassGradients(self._optimizers, self._of_all)
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
+        """See :class:`clamp.params.delivery.Waiting`."""
         slot = self._slot_of(leaf, grad)
         if slot is None:
             return False
@@ -122,6 +123,7 @@ class PassGradients:
     def ran(
         self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
     ) -> None:
+        """See :class:`clamp.params.delivery.Waiting`."""
         self._ran.append(_Run(reached, before, root, again, [leaf.grad for leaf in reached], writes.now))
 
     @property

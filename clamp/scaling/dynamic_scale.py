@@ -190,8 +190,16 @@ def forget_late() -> None:
 
 
 def make_loss_scale(loss_scale: str | float | ScaleRule, dtype: str) -> LossScale:
-    """The loss scale for an AMP dtype: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, a rule for one
-    that moves by it, or a number, finite and positive: a static scale."""
+    """The loss scale for an AMP dtype.
+
+    Args:
+        loss_scale: ``"auto"`` (dynamic for float16, off otherwise), ``"dynamic"``, a rule for one that moves by it, or
+            a number: a static scale.
+        dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+
+    Raises:
+        ValueError: neither argument is any of these, or the number is not finite and positive.
+    """
     if dtype not in ("float16", "bfloat16", "float32"):
         raise ValueError(f"dtype must be 'float16', 'bfloat16' or 'float32', not {dtype!r}")
     if loss_scale == "auto":

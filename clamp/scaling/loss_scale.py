@@ -67,6 +67,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def check_masks(mask: int, fresh: int) -> None:
+    """Raises ValueError where mask has no bit or more than 32, or fresh has one that mask has not."""
     if not 0 < mask < 1 << _OPTIMIZERS:
         raise ValueError(f"mask must have between 1 and {_OPTIMIZERS} bits, not {mask:#b}")
     if fresh & ~mask:
@@ -155,8 +156,15 @@ class LossScale(bridge.Listed):
         return self.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss * scale`` as a float32 tensor of its shape, of a loss in float32, float16 or bfloat16; all losses are
-        on one queue."""
+        """``loss * scale`` as a float32 tensor of the loss's shape.
+
+        Args:
+            loss: float32, float16 or bfloat16.
+
+        Raises:
+            TypeError: the loss has another dtype.
+            ValueError: it is on another queue than before.
+        """
         _check_dtype(loss.dtype)
         return self._state.multiply(loss, "float32")
 
@@ -198,6 +206,9 @@ class LossScale(bridge.Listed):
         Args:
             mask: bits of the optimizers whose gradients the pass reached, 1 to 2**32 - 1.
             fresh: those among them that this was the first pass for since their last step.
+
+        Raises:
+            ValueError: mask has no bit or more than 32, or fresh has one that mask has not.
         """
         check_masks(mask, fresh)
         if self.scales:
@@ -253,8 +264,13 @@ class LossScale(bridge.Listed):
         return {"loss_scale": scale, "unskipped": growth_tracker, "overflow": overflow, "bad_steps": bad_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do. Where it
-        is none, is empty (saved while loss scaling was disabled), or malformed, nothing is changed."""
+        """Continues from a ``state_dict``; apex's, which has only ``loss_scale`` and ``unskipped``, will do.
+
+        Raises:
+            TypeError: it is no dict.
+            RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
+            ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
+        """
         saved = _parse_state(state)
         self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
         self.changes += 1

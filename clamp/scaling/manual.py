@@ -34,6 +34,8 @@ from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
 
 
 class Stage(enum.Enum):
+    """An optimizer's stage between two updates of the scale."""
+
     READY = enum.auto()
     UNSCALED = enum.auto()
     STEPPED = enum.auto()
@@ -68,7 +70,11 @@ class ManualScaling:
 
     Args:
         init_scale: finite and positive.
+        rule: how the scale moves.
         around_step: a context around each step, given this and the optimizer: for who tells of steps besides.
+
+    Raises:
+        ValueError: init_scale is not finite and positive.
     """
 
     _scale_class = DynamicLossScale
@@ -130,7 +136,11 @@ class ManualScaling:
     # ------------------------------------------------------------------------------------------ a step
 
     def scale(self, x: Node | Tensor) -> Any:
-        """``x * scale``, float32; on netcl's numpy backend x itself."""
+        """``x * scale``, float32; on netcl's numpy backend x itself.
+
+        Raises:
+            TypeError: x is not float32, float16 or bfloat16.
+        """
         self._scaled_any = True
         if not isinstance(x.value, Tensor) or not bridge.on_device(x.value):
             note_numpy_backend()
@@ -138,7 +148,12 @@ class ManualScaling:
         return scaled_node(x, self.scale_on(x.value.queue))
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients of an optimizer's parameters by the scale and looks for inf and nan."""
+        """Divides the gradients of an optimizer's parameters by the scale and looks for inf and nan.
+
+        Raises:
+            RuntimeError: twice since the last update, after step, or before any loss was scaled.
+            ValueError: 16-bit parameters without masters.
+        """
         self._require_scaled("unscale_()")
         round_ = self._round(optimizer)
         if round_.stage is Stage.UNSCALED:
@@ -175,7 +190,14 @@ class ManualScaling:
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless its gradients are inf or nan; unscales them if that is not done.
-        Returns what that does; None if it was skipped."""
+
+        Returns:
+            What the optimizer's step returns; None if it was skipped.
+
+        Raises:
+            RuntimeError: twice since the last update, a closure, no gradients, or before any loss was scaled.
+            FloatingPointError: every step for a while was skipped although the scale is at its floor.
+        """
         if any(callable(x) for x in (*args, *kwargs.values())) or "closure" in kwargs:
             raise RuntimeError(
                 "closures cannot be used with a GradScaler: a closure would run backward without loss scaling. "
@@ -229,7 +251,11 @@ class ManualScaling:
                 scaler.assign(round_.guard.mask, fresh=0)
 
     def update(self) -> None:
-        """Moves the scale by what the steps since the last update met, and makes every optimizer ready again."""
+        """Moves the scale by what the steps since the last update met, and makes every optimizer ready again.
+
+        Raises:
+            RuntimeError: no gradient was checked since the last update.
+        """
         host_step(self._update)
 
     def _update(self) -> None:
@@ -254,7 +280,11 @@ class ManualScaling:
             scaler.load_state_dict(first.state_dict())
 
     def set_scale(self, scale: float) -> None:
-        """Sets the scale and makes every optimizer ready again; the growth tracker stays."""
+        """Sets the scale and makes every optimizer ready again; the growth tracker stays.
+
+        Raises:
+            ValueError: the scale is not finite and positive.
+        """
         self._make({"loss_scale": scale, "unskipped": 0})
         self._start = {**self._start, "loss_scale": scale}
         for scaler in self._scalers.values():
@@ -304,7 +334,11 @@ class ManualScaling:
         return self._start
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state; optimizers are ready again. Of a malformed one nothing was changed."""
+        """Continues from a state; optimizers are ready again.
+
+        Raises:
+            ValueError: the state is malformed. Nothing was changed.
+        """
         self._make(state)
         self._start = dict(state)
         for scaler in self._scalers.values():

@@ -48,6 +48,9 @@ def scaled_pass(
         optimizers: those whose parameters it is to reach.
         guards: theirs.
         scaling: of the handle whose pass this is.
+
+    Raises:
+        RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
     ranks = None if scaling is None else scaling.ranks
     repeats: Repeats | None = None
@@ -161,6 +164,7 @@ class PassScaling:
         self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
 
     def guard(self, optimizer: Any) -> StepGuard:
+        """The guard over this optimizer's ``step``."""
         guard = self.guards.of(optimizer)
         self._wrap_step(optimizer)
         return guard
@@ -317,7 +321,11 @@ class PassScaling:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Gives loss scales these states, by name; on an error all keep theirs."""
+        """Gives loss scales these states, by name; on an error all keep theirs.
+
+        Raises:
+            ValueError: a state is malformed.
+        """
         scalers, before = self._by_name(), self.state_dict()
         try:
             for name, saved in state.items():

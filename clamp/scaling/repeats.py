@@ -202,5 +202,6 @@ def backward_again(
 
 
 def in_turn(calls: Iterable[Repeat]) -> None:
+    """Makes these calls."""
     for call in calls:
         call()

@@ -25,7 +25,11 @@ SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
 
 
 def check_loss(loss: Any) -> None:
-    """Raises TypeError or ValueError unless a loss can be scaled: it is a recorded node of one floating element."""
+    """A loss that can be scaled is a recorded node of one floating element.
+
+    Raises:
+        TypeError, ValueError: it is not; the message says what it is.
+    """
     if not isinstance(loss, Node) or not isinstance(loss.value, Tensor):
         hint = (
             " (a bare Tensor: it was computed under no_grad, or from bare Tensors)" if isinstance(loss, Tensor) else ""
@@ -60,6 +64,9 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
 
     Args:
         on_run: called when a backward runs through the node.
+
+    Raises:
+        RuntimeError: the loss has lost its graph.
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
@@ -85,8 +92,14 @@ def is_scaled(node: Node) -> bool:
 
 
 def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
-    """The loss scale of a backward from ``root``, None if nothing is scaled; ``scaled`` are the nodes of root's graph
-    that multiply by a scale. What would be of several scales, of one twice, or scaled in part, is refused."""
+    """The loss scale of a backward from ``root``, None if nothing is scaled.
+
+    Args:
+        scaled: the nodes of root's graph that multiply by a scale.
+
+    Raises:
+        RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
+    """
     if not scaled:
         if any(root is around.refused for around in delivery.running.waiting.values()):
             raise RuntimeError(

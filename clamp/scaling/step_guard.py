@@ -102,6 +102,10 @@ class StepGuard(bridge.Listed):
             scale_stays: whether the scale has not moved since those passes, as it is updated after the step.
             prepare: what of ``run`` can be done before the device says whether a gradient is inf or nan.
             is_plain: whether ``run`` calls the optimizer's step without arguments.
+
+        Raises:
+            RuntimeError: a gradient is still multiplied by a loss scale.
+            FloatingPointError: every step for a while was skipped although the scale is at its floor.
         """
         if are_steps_withheld():
             if _withheld.instead is not None:
@@ -244,6 +248,7 @@ def steps_withheld(instead: Callable[[Any, bool], Any] | None = None) -> Iterato
 
 
 def are_steps_withheld() -> bool:
+    """Returns whether this point is inside of ``steps_withheld``."""
     return _withheld.on
 
 
@@ -301,7 +306,12 @@ class StepGuards(bridge.Listed):
         return next((x.queue.device for x in params if isinstance(x, Tensor) and bridge.on_device(x)), None)
 
     def of(self, optimizer: Any) -> StepGuard:
-        """The guard of an optimizer that has scaled passes, with its bit."""
+        """The guard of an optimizer that has scaled passes, with its bit.
+
+        Raises:
+            TypeError: the optimizer has no usable ``params`` or no ``step``.
+            RuntimeError: more optimizers than a scaler has bits for.
+        """
         guard = self._by_id.get(id(optimizer))
         if guard is None or guard.optimizer is not optimizer or not guard.mask:
             params = bridge.optimizer_parameters(optimizer)

@@ -192,6 +192,7 @@ class Reports:
         return report
 
     def amend(self, **changes: Any) -> StepReport:
+        """Changes the last report."""
         self._kept[-1] = replace(self._kept[-1], **changes)
         return self._kept[-1]
 
@@ -253,6 +254,7 @@ def skipped_in_vain(skips: int, scaler: LossScale | None, scale: float, bad: Non
 
 
 def names_among(params: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[str]:
+    """Names of some of an optimizer's parameters."""
     if not chosen:
         return []
     ids = {id(param) for param in chosen}
@@ -294,6 +296,7 @@ def warn_of_lost_updates(params: Sequence[Tensor]) -> None:
 
 
 def warn_of_lost_bits() -> None:
+    """Says that a loss should have been scaled."""
     warn_user(
         "gradients of a loss that was not scaled came through float16, where those below 6e-8 become zero: run "
         "backward inside `with handle.scale_loss(loss, optimizer) as scaled_loss`, or from scaler.scale(loss), or use "

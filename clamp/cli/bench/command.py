@@ -105,6 +105,7 @@ class Bench:
     _load: float | None = None
 
     def run(self, console: Console) -> None:
+        """Measures everything that was asked for."""
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
         columns = (TextColumn("{task.description}"), TimeElapsedColumn())
         with ExitStack() as stack:

@@ -196,7 +196,15 @@ EXAMPLES = {"mlp": MLP, "cnn": CNN, "lm": LM}  # by the names that options give 
 
 
 class Trainer:
-    """Trains a network: the loop of the examples."""
+    """Trains a network: the loop of the examples.
+
+    Args:
+        queue: where.
+        network: what.
+
+    Attributes:
+        model, optimizer: the network's.
+    """
 
     def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
         np.random.seed(0)  # netcl's initializers draw from it
@@ -218,6 +226,7 @@ class Trainer:
         return value
 
     def train(self, handle: Any, x: Tensor, y: Tensor) -> Node:
+        """One step on a batch."""
         self.optimizer.zero_grad()
         tape, loss = self.forward(x, y)
         if handle is None:
@@ -235,6 +244,7 @@ class Trainer:
         return tape, loss
 
     def loss(self, x: Tensor, y: Tensor) -> Node:
+        """Returns the loss of a batch."""
         loss: Node = getattr(F, self._network.loss)(self.model(ag.tensor(x)), ag.tensor(y))
         return loss
 

@@ -164,6 +164,7 @@ class NumpyPeer:
         self.works = {"gemm": ["float32"]}
 
     def prepare(self, work: str, dtype: str, *args: str) -> Call:
+        """A call that does the work once."""
         layout, n = args[0], int(args[1])
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))

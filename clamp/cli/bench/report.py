@@ -86,6 +86,7 @@ def _ratios(name: str, value: float, baselines: Mapping[str, float], lower_is_be
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """A table for each kind of work."""
     for work, group in groupby(rows, key=lambda row: row.work):
         print_fitting(console, _table(work, list(group)))
 

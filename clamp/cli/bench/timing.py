@@ -82,10 +82,12 @@ class Timing:
 
     @property
     def median(self) -> float:
+        """Median of the calls."""
         return median(self.seconds)
 
     @property
     def best(self) -> float:
+        """Fastest call."""
         return min(self.seconds)
 
     @property
@@ -223,5 +225,6 @@ def under_amp(turn: Turn, dtype: str) -> Turn:
 
 
 def random_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, seed: int = 0) -> Tensor:
+    """Normally distributed numbers."""
     host = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return cast(Tensor.from_host(queue, host), dtype)

@@ -67,6 +67,7 @@ class Plan:
 
     @property
     def macros(self) -> dict[str, object]:
+        """The plan, for the kernel."""
         return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": KEYS}
 
 
@@ -84,11 +85,13 @@ def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     plan = plan_of(problem, *_tile_of(problem))
     launch_forward(FORWARD, problem, plan, plan.forward_floats, (q, k, v, out, lse), **plan.macros)
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
+    """Writes the gradients of q, k and v over ``grads``."""
     plan = plan_of(problem, *_tile_of(problem))
     launch_backward(BACKWARD, problem, plan, plan.backward_floats, (q, k, v, grad, lse), grads, **plan.macros)
 

@@ -47,19 +47,23 @@ class MatrixAttention(Verified):
         return self.NAME in problem.verified and is_half and problem.width <= self.plans[-1].k
 
     def plan(self, problem: Problem) -> Plan:
+        """The plan of a problem that fits."""
         return next(plan for plan in self.plans if problem.width <= plan.k)
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
         self.forward_by(problem, q, k, v, out, lse, self.plan(problem))
 
     def backward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients
     ) -> None:
+        """Writes the gradients of q, k and v over ``grads``."""
         delta = bridge.empty(q.queue, q.shape[:3], "float32")
         self.backward_by(problem, q, k, v, lse, grad, grads, delta, self.plan(problem))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
+        """Its kernels."""
         return (FORWARD,)  # one file
 
     def is_verified(self, queue: cl.CommandQueue) -> bool:

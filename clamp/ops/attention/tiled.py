@@ -39,6 +39,7 @@ def _macros(problem: Problem) -> dict[str, object]:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     FORWARD(
         q.queue, *_launch(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
         FORWARD=1, **_macros(problem),
@@ -46,6 +47,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
+    """Writes the gradients of q, k and v over ``grads``."""
     queue, sizes = q.queue, _launch(problem)
     dq, dk, dv = grads
     arguments = (problem.length, problem.width, problem.scale, problem.causal)

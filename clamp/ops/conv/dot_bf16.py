@@ -44,10 +44,12 @@ def pays(problem: Problem) -> bool:
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     direct.convolve(partial(multiply_panels, _CONV, _COLUMNS, _LAYOUT, {}), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``."""
     queue, shape, groups, rows = x.queue, problem.forward, problem.window.groups, problem.features
     steps = problem.channels * shape.taps
     panels_k = -(-steps // _COLUMNS)

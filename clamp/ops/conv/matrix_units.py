@@ -77,6 +77,7 @@ class MatrixConv(Verified):
         )
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+        """Writes a convolution or an input gradient over ``out``."""
         plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
         positions = problem.images * problem.correlations[0][0].positions
         plan = best_plan(plans, weights.rows, positions, weights.groups, units)
@@ -85,6 +86,7 @@ class MatrixConv(Verified):
     def weight_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
     ) -> Tensor | None:
+        """Writes the gradient by the weights over ``out``."""
         units, groups = capabilities(x.queue).compute_units, problem.window.groups
         columns = problem.channels * problem.forward.taps
         plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
@@ -94,6 +96,7 @@ class MatrixConv(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
+        """Its kernels."""
         return self.conv, self.weight_grad
 
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:

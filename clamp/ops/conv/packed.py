@@ -36,12 +36,14 @@ _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and 
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     tile, layout = tile_of_conv(x.queue), _layout(x.queue)
     tiled = {"MR": tile.rows, "NR": tile.columns, "SHORT": layout.short}
     direct.convolve(partial(multiply_panels, _CONV, tile.columns, layout, tiled), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``; returns the bias's, if its dtype is given."""
     dtype = "float32"  # source elements are taken one by one, which floats are fastest for
     queue, shape, groups, rows = x.queue, problem.forward, problem.window.groups, problem.features
     steps = problem.channels * shape.taps

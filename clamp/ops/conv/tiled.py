@@ -35,10 +35,12 @@ _MIN_CHUNK = 1024  # positions that are worth a work-group of their own
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     direct.convolve(_correlate, problem, x, weights, out, epilogue, by_rows=False)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out``."""
     queue, shape, groups, rows = x.queue, problem.forward, problem.window.groups, problem.features
     side, tile = _side(capabilities(queue)), _layout(queue).width
     tiles_k, tiles_m = -(-problem.channels * shape.taps // tile), -(-rows // tile)

@@ -78,6 +78,7 @@ class Form:
     macros: Mapping[str, int] = field(default_factory=dict)  # of its kernels
 
     def kernel(self, name: str) -> Kernel:
+        """A kernel of its file."""
         return _KERNELS[self.file, name]
 
 
@@ -167,6 +168,7 @@ def pays(problem: Problem) -> bool:
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
+    """Writes a convolution or an input gradient over ``out``."""
     if out.size == 0:
         return
     window = problem.window
@@ -249,6 +251,7 @@ _GRADIENT_ITEMS_PER_CORE = 1  # each has partial sums to add up, and a workspace
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
+    """Writes the gradient by the weights over ``out`` (F, C / groups, 3, 3)."""
     queue, groups, rows, channels = out.queue, problem.window.groups, problem.features, problem.channels
     form = PLAIN if problem.window.stride == (1, 1) else STRIDED
     tiles, tile = Tiles.of(form, pair(grad.shape[2:])), tile_of_gradient(queue, rows)

@@ -35,6 +35,7 @@ def pays(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Writes the result over y."""
     planes = problem.images * problem.channels
     each = plan_rows(x.queue, planes, problem.out_height * problem.out_width).each
     FORWARD(
@@ -46,6 +47,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
 def backward(
     problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
 ) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     return both_gradients(
         GRADIENT, problem, x, w, grad, dx, with_weight, problem.images, problem.extents[:5],
         KERNEL=problem.kernel_width, PAD=problem.pad,

@@ -24,12 +24,14 @@ _GROUP_GPU = 256
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Writes the result over y."""
     _launch(FORWARD, problem, (x, w, w if bias is None else bias, y), BIAS=int(bias is not None))
 
 
 def backward(
     problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
 ) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     if dx is not None:
         _launch(INPUT_GRADIENT, problem, (grad, w, dx))
     if not with_weight:

@@ -76,6 +76,7 @@ def _macros(problem: Problem) -> dict[str, object]:
 
 
 def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """Writes the result over y."""
     tiles = _needed(problem)
     each = plan_rows(x.queue, tiles.count, tiles.band * tiles.width * problem.stride).each
     FORWARD(
@@ -88,6 +89,7 @@ def forward(problem: Problem, x: Tensor, w: Tensor, bias: Tensor | None, y: Tens
 def backward(
     problem: Problem, x: Tensor, w: Tensor, grad: Tensor, dx: Tensor | None, with_weight: bool
 ) -> Tensor | None:
+    """Writes dx, if there is one; returns partial sums of the weight's gradient, if wanted."""
     tiles = _needed(problem)
     return both_gradients(
         GRADIENT, problem, x, w, grad, dx, with_weight,

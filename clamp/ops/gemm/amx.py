@@ -91,6 +91,7 @@ def pack(b: Matrix) -> Panels:
 
 
 def run(a: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     bias_dtype = None if epilogue.bias is None else epilogue.bias.dtype
     key = (
         c.context.int_ptr, a.tensor.dtype, a.batch, a.rows, a.k, a.stride_k, b.batch, b.rows, tuple(c.shape),

@@ -41,6 +41,7 @@ def pays(problem: Problem) -> bool:
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 

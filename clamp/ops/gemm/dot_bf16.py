@@ -39,6 +39,7 @@ def pack(b: Matrix) -> Panels:
 
 
 def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
     a = panels.pack(a_operand, _ROWS, pairs=True)
     panels_a, panels_b, grid = panels.blocks(a, b, c)

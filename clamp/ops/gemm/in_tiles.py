@@ -26,6 +26,7 @@ class Lines:
 
     @classmethod
     def of(cls, x: Matrix) -> Lines:
+        """Those of an operand."""
         k_major = x.stride_k == 1
         pitch = x.stride_row if k_major else x.stride_k
         piece = _PIECE_BYTES // (4 if x.storage == "f32" else 2)

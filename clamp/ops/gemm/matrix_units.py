@@ -50,13 +50,16 @@ class MatrixUnit(Verified):
         return self.NAME in problem.verified and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
     def pack(self, b: Matrix) -> Matrix:
+        """op(B) as it is: it is read in place."""
         return b
 
     def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
+        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
     def usual_plan(self, a: Matrix, b: Matrix, c: Tensor) -> Plan:
+        """The plan of a product by its extents."""
         units = capabilities(c.queue).compute_units
         plans = _taking(self.verified_plans(c.queue), a, b)
         return best_plan(plans, a.rows, b.rows, c.size // (a.rows * b.rows), units)
@@ -78,6 +81,7 @@ class MatrixUnit(Verified):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
+        """Its kernels."""
         return (self.kernel,)
 
     @property

@@ -51,6 +51,7 @@ class Plan:
 
     @property
     def macros(self) -> dict[str, int]:
+        """The plan, for the kernel."""
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "TILE_K": self.k, "STAGES": self.stages,
             "WARPS_M": self.warps[0], "WARPS_N": self.warps[1],
@@ -87,6 +88,7 @@ class SquarePlan:
 
     @property
     def macros(self) -> dict[str, int]:
+        """The plan, for the kernel."""
         return {"SIDE": self.side, "PER_ITEM": self.per_item, "TILE_K": self.k}
 
 

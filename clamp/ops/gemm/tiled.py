@@ -28,6 +28,7 @@ PLANS = (
 
 
 def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     device = capabilities(c.queue)
     matrices = c.size // (a.rows * b.rows)
     plan = best_plan(plans_of(device), a.rows, b.rows, matrices, device.compute_units)

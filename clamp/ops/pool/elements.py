@@ -20,6 +20,7 @@ fits = pays = always
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
     _launch(POOL, problem, (x, y), problem.scale)
 
 
@@ -31,6 +32,7 @@ def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
     _launch(BACKWARD, problem, (grad, grad, dx), problem.scale)
 
 

@@ -29,14 +29,17 @@ def fits(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
     _launch(MAX if problem.is_max else AVG, problem, x, y)
 
 
 def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the maxima over dx."""
     _launch(MAX_BACKWARD, problem, x, cast(grad, dx.dtype), dx)
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
     _launch(AVG_BACKWARD, problem, grad, dx)
 
 

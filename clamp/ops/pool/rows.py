@@ -31,6 +31,7 @@ def fits(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
+    """Writes the maxima or means over y."""
     tile = _columns(problem)
     rows = problem.planes * problem.out_height
     plan = plan_rows(x.queue, rows, problem.out_width * problem.stride)
@@ -43,6 +44,7 @@ def forward(problem: Problem, x: Tensor, y: Tensor) -> None:
 
 
 def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the maxima over dx."""
     found = _maxima_tile(problem)
     assert found is not None, "the engine does not fit"
     band, tile = found
@@ -56,6 +58,7 @@ def max_backward(problem: Problem, x: Tensor, grad: Tensor, dx: Tensor) -> None:
 
 
 def avg_backward(problem: Problem, grad: Tensor, dx: Tensor) -> None:
+    """Writes the gradient of the means over dx."""
     tile = _means_tile(problem)
     rows = problem.planes * problem.height
     plan = plan_rows(grad.queue, rows, problem.width)
