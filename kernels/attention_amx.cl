@@ -112,7 +112,7 @@ static inline float16 scores_of(floats tile, int key, int last, float scale) {
     for (size_t d = 0; d < D; d += 16)                                                                       \
         STORE_PART(T_, LOAD_ANY(float16, (tiles) + d / SIDE * SUMS + (row) * SIDE + d % SIDE) * (factor), to, d, D);
 
-#ifdef FORWARD
+#ifdef ATTENTION_FORWARD
 // Unit u is the blocks u % chunks, u % chunks + chunks, ... of head u / chunks; a work-item does `each` units.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 attention_forward(bits q, bits k, bits v, __global STORAGE(Y_T) *restrict y, __global float *restrict lse,
@@ -191,7 +191,7 @@ attention_forward(bits q, bits k, bits v, __global STORAGE(Y_T) *restrict y, __g
 }
 #endif
 
-#ifdef BACKWARD
+#ifdef ATTENTION_BACKWARD
 // Units as in attention_forward. The sums of dK and of dV of a unit, as rows, become `partial`; with one chunk a head, dK
 // and dV.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void

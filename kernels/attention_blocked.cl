@@ -122,7 +122,7 @@ DEFINE_WIDEN_AND_NARROW(bf16)
 // What to subtract from scores: with nothing but -inf among them, 0, so that their exponentials are 0 and not NaN.
 #define FINITE_TOP(top) select(top, (float16)(0.0f), (top) == -INFINITY)
 
-#ifdef FORWARD
+#ifdef ATTENTION_FORWARD
 // Unit u is the blocks u % chunks, u % chunks + chunks, ... of head u / chunks; a work-item does `each` units.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAGE(K_T) *restrict k,
@@ -210,7 +210,7 @@ attention_forward(__global const STORAGE(Q_T) *restrict q, __global const STORAG
 }
 #endif
 
-#ifdef BACKWARD
+#ifdef ATTENTION_BACKWARD
 // A product to the tile at `to`, whose rows are `pitch` apart; added to what is there, if it is to `resume`.
 APART void multiply_to(floats to, size_t pitch, bool resume, floats from_a, size_t a_each_row, size_t a_each_step,
                        floats from_b, size_t b_each_step, size_t steps) {
@@ -308,7 +308,7 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void attention_backward(
 }
 #endif
 
-#ifdef COMBINE
+#ifdef ATTENTION_COMBINE
 // Adds up the sums of a head's chunks: row `row` of dK and of dV, all heads' rows counted through.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 attention_combine(__global const float *restrict partial, __global STORAGE(DK_T) *restrict dk,

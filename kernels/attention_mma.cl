@@ -28,7 +28,7 @@
 //
 // A row's sums are formed in the order of the other side's rows, by one work-group: results do not depend on chance.
 //
-//   FORWARD, DELTA, BACKWARD_Q, BACKWARD_KV   the kernel
+//   ATTENTION_FORWARD, DELTA, ATTENTION_BACKWARD_Q, ATTENTION_BACKWARD_KV   the kernel
 //   IN_T                    storage type of Q, K, V and G, f16 or bf16
 //   Y_T, DQ_T, DK_T, DV_T   storage types of the results
 //   ROWS, COLUMNS           see above; multiples of 16
@@ -40,7 +40,7 @@
 #error "ROWS, COLUMNS and WIDTH must be multiples of 16, and WIDTH 128 at most"
 #endif
 
-#ifdef FORWARD
+#ifdef ATTENTION_FORWARD
 #define OWN_TILES 1
 #else
 #define OWN_TILES 2
@@ -71,7 +71,7 @@ typedef fragment_t own_t[WIDTH / 16]; // of the warp's 16 own rows
 
 // Whether a key comes after a query, by their rows and columns; the other side's rows that some own row meets, BEGIN to
 // END; and who begins: those with the most to do, under a causal mask the last queries, and the first keys.
-#ifdef BACKWARD_KV
+#ifdef ATTENTION_BACKWARD_KV
 #define BEFORE(row, column) ((column) < (row))
 #define BEGIN (causal ? first : 0)
 #define END (int)T
@@ -230,7 +230,7 @@ static inline void fit_rows(tile_t rows, float unit[2], sums_t sums, exchange_t 
 
 // Work-groups are numbered (head, own rows), the last the fastest.
 
-#ifdef FORWARD
+#ifdef ATTENTION_FORWARD
 __kernel GROUP void attention_forward(OPERAND(q), OPERAND(k), OPERAND(v), RESULT(Y_T, y), RESULT(f32, lse), EXTENTS) {
     SETTING
     LOAD_OWN(0, q)
@@ -297,7 +297,7 @@ __kernel GROUP void attention_delta(OPERAND(q), OPERAND(k), OPERAND(v), OPERAND(
 }
 #endif
 
-#ifdef BACKWARD_Q
+#ifdef ATTENTION_BACKWARD_Q
 __kernel GROUP void attention_backward_q(OPERAND(q), OPERAND(k), OPERAND(v), OPERAND(g),
                                          __global const float *restrict lse, __global const float *restrict delta,
                                          RESULT(DQ_T, dq), EXTENTS) {
@@ -326,7 +326,7 @@ __kernel GROUP void attention_backward_q(OPERAND(q), OPERAND(k), OPERAND(v), OPE
 }
 #endif
 
-#ifdef BACKWARD_KV
+#ifdef ATTENTION_BACKWARD_KV
 __kernel GROUP void attention_backward_kv(OPERAND(q), OPERAND(k), OPERAND(v), OPERAND(g),
                                           __global const float *restrict lse, __global const float *restrict delta,
                                           RESULT(DK_T, dk), RESULT(DV_T, dv), EXTENTS) {

@@ -83,7 +83,7 @@ static inline float finite_top(float top) { return top == -INFINITY ? 0.0f : top
 #if SIDE % PER_ITEM
 #error "PER_ITEM must divide SIDE"
 #endif
-#ifdef FORWARD
+#ifdef ATTENTION_FORWARD
 __kernel GROUP void attention_forward(__global const STORAGE(Q_T) *restrict q,
                                       __global const STORAGE(K_T) *restrict k,
                                       __global const STORAGE(V_T) *restrict v, __global STORAGE(Y_T) *restrict out,
@@ -133,7 +133,7 @@ __kernel GROUP void attention_forward(__global const STORAGE(Q_T) *restrict q,
 }
 #endif
 
-#ifdef BACKWARD_Q
+#ifdef ATTENTION_BACKWARD_Q
 __kernel GROUP void attention_backward_q(__global const STORAGE(Q_T) *restrict q,
                                          __global const STORAGE(K_T) *restrict k,
                                          __global const STORAGE(V_T) *restrict v,
@@ -176,7 +176,7 @@ __kernel GROUP void attention_backward_q(__global const STORAGE(Q_T) *restrict q
 }
 #endif
 
-#ifdef BACKWARD_KV
+#ifdef ATTENTION_BACKWARD_KV
 __kernel GROUP void attention_backward_kv(__global const STORAGE(Q_T) *restrict q,
                                           __global const STORAGE(K_T) *restrict k,
                                           __global const STORAGE(V_T) *restrict v,

@@ -13,12 +13,15 @@ from clamp.opencl.program import Kernel, KernelBuildError
 #: Of files: what chooses their kernels, and the macros that these cannot do without. A file that is not here has all
 #: its kernels in one program, of the macros in its head; storage types are f32 and numbers 1.
 _REQUIRED = """
-attention_blocked.cl FORWARD BACKWARD LANES=32 ROWS=8 KEYS=128 Q_T=f16 K_T=f16 V_T=f16 Y_T=f16 G_T=f16 DQ_T=f16 DV_T=f16
+attention_blocked.cl ATTENTION_FORWARD LANES=32 ROWS=8 KEYS=128 Q_T=f16 K_T=f16 V_T=f16 Y_T=f16
+attention_blocked.cl ATTENTION_BACKWARD LANES=32 ROWS=8 KEYS=128 Q_T=f16 K_T=f16 V_T=f16 G_T=f16 DQ_T=f16 DV_T=f16
 attention_decode.cl WG=1 KEYS=256 Q_T=f32 K_T=f32 V_T=f32 Y_T=f32
-attention_mma.cl FORWARD EMULATE ROWS=32 COLUMNS=32 WIDTH=48 ALIGNED=1 IN_T=f16 Y_T=f32
-attention_mma.cl DELTA BACKWARD_Q EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DQ_T=f32
-attention_mma.cl BACKWARD_KV EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DK_T=f32 DV_T=f32
-attention_tiled.cl FORWARD BACKWARD_Q BACKWARD_KV SIDE=16 PER_ITEM=4 STEP=16 Q_T=f16 K_T=f16 Y_T=f16 DQ_T=f16 DK_T=f16
+attention_mma.cl ATTENTION_FORWARD EMULATE ROWS=32 COLUMNS=32 WIDTH=48 ALIGNED=1 IN_T=f16 Y_T=f32
+attention_mma.cl DELTA ATTENTION_BACKWARD_Q EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DQ_T=f32
+attention_mma.cl ATTENTION_BACKWARD_KV EMULATE ROWS=32 COLUMNS=16 WIDTH=48 ALIGNED=1 IN_T=f16 DK_T=f32 DV_T=f32
+attention_tiled.cl ATTENTION_FORWARD SIDE=16 PER_ITEM=4 STEP=16 Q_T=f16 K_T=f16 Y_T=f16
+attention_tiled.cl ATTENTION_BACKWARD_Q ATTENTION_BACKWARD_KV SIDE=16 PER_ITEM=4 STEP=16 Q_T=f16 K_T=f16 DQ_T=f16 \
+    DK_T=f16
 cast.cl X_T=f16 Y_T=f32
 concat.cl PARTS=1 JOIN=1 VECTORS=1 INDEX=uint FROM_T=f32 TO_T=f32
 conv_dot_bf16.cl KC=512 OUT_T=f32 BIAS_T=f32

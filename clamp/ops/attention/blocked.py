@@ -104,7 +104,7 @@ def launch_forward(
     workspace = bridge.empty(queue, (plan.items * floats,), "float32")
     kernel(
         queue, (plan.items,), (1,), *tensors, workspace, plan.heads, plan.length, plan.width, problem.scale,
-        problem.causal, plan.chunks, plan.each, floats, FORWARD=1, **macros,
+        problem.causal, plan.chunks, plan.each, floats, **macros,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def launch_backward(
         partial = bridge.empty(queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
     kernel(
         queue, (plan.items,), (1,), *tensors, *grads, partial, workspace, plan.heads, plan.length, plan.width,
-        problem.scale, problem.causal, plan.chunks, plan.each, floats, BACKWARD=1, **macros,
+        problem.scale, problem.causal, plan.chunks, plan.each, floats, **macros,
     )  # fmt: skip
     if plan.chunks > 1:
         _, dk, dv = grads
@@ -127,5 +127,5 @@ def launch_backward(
         each = max(1, rows // (8 * capabilities(queue).compute_units))
         COMBINE(
             queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
-            COMBINE=1, **plan.macros,
+            **plan.macros,
         )  # fmt: skip

@@ -81,7 +81,7 @@ class MatrixAttention(Verified):
         """As `forward`, by a given plan. ``emulate`` as in kernels/async_copy.clh."""
         FORWARD(
             q.queue, *_launch(problem, plan), q, k, v, out, lse, *_extents(problem),
-            FORWARD=1, EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
+            EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
         )  # fmt: skip
 
     def backward_by(
@@ -93,8 +93,8 @@ class MatrixAttention(Verified):
         queue, sizes, extents = q.queue, _launch(problem, plan), _extents(problem)
         built = _macros(problem, plan.rows, plan.columns // 2) | {"EMULATE": emulate}  # there are two own tiles
         DELTA(queue, *sizes, q, k, v, grad, lse, delta, *extents, DELTA=1, **built)
-        BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, delta, dq, *extents, BACKWARD_Q=1, **built)
-        BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, BACKWARD_KV=1, **built)
+        BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, delta, dq, *extents, **built)
+        BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, **built)
 
 
 def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:

@@ -42,7 +42,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     FORWARD(
         q.queue, *_launch(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
-        FORWARD=1, **_macros(problem),
+        **_macros(problem),
     )  # fmt: skip
 
 
@@ -53,5 +53,5 @@ def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, gra
     arguments = (problem.length, problem.width, problem.scale, problem.causal)
     delta = bridge.empty(queue, q.shape[:3], "float32")
     macros = _macros(problem)
-    BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, dq, delta, *arguments, BACKWARD_Q=1, **macros)
-    BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *arguments, BACKWARD_KV=1, **macros)
+    BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, dq, delta, *arguments, **macros)
+    BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *arguments, **macros)
