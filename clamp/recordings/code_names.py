@@ -72,6 +72,7 @@ class NamesIn(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def names_in(code: CodeType) -> NamesIn:
+    """Returns the names in code and in all that is defined in it; each code is looked at once."""
     attributes, texts, named = set[str](), set[str](), set[str]()
     imports, before = set[tuple[str, int]](), list[Any]((0, 0))
     for x in dis.get_instructions(code):
