@@ -163,11 +163,13 @@ def test_two_losses_with_their_own_scales(queue: cl.CommandQueue) -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_step_that_is_given_up_leaves_the_next_one_its_losses(
-    queue: cl.CommandQueue, passes: int, recorded: bool
+@pytest.mark.parametrize("met", [1.0, np.inf])
+def test_a_step_that_is_given_up_leaves_the_next_one_its_losses_and_is_not_skipped_for_it(
+    queue: cl.CommandQueue, met: float, passes: int, recorded: bool
 ) -> None:
     def trained(given_up: bool) -> list[np.ndarray]:
         model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+        left_out = to_device(queue, np.full((8, 16), met)), data[1]
         with amp.init(loss_scale=2.0**8) as handle:
             optimizer = handle.wrap_optimizer(SGD(model.parameters(), lr=1e-3), num_loss=2)
 
@@ -180,7 +182,7 @@ def test_a_step_that_is_given_up_leaves_the_next_one_its_losses(
             run = amp.record(run) if recorded else run
             for _ in range(4):
                 if given_up:
-                    run(*data, passes)
+                    run(*left_out, passes)
                 run(*data, 2)
                 optimizer.step()
             return weights_of(model)

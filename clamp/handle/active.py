@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from clamp.bridge import Node
 from clamp.casting.regions import Region, current_region, in_region, set_process_region
@@ -139,6 +139,12 @@ class AmpHandle:
         skipped += f", {reports.repeated} repeated" if reports.repeated else ""
         scale = f", loss scale {self.loss_scale:g}" if self._scaling.first.scales else ", no loss scaling"
         return f"<AmpHandle {self._region.dtype}: {steps} step{'s' * (steps != 1)}{skipped}{scale}>"
+
+    def __reduce_ex__(self, *given: Any) -> NoReturn:
+        raise TypeError(
+            "an AMP handle cannot be copied or pickled: it is the AMP of this process. Save and load what it knows by "
+            "amp.state_dict() and amp.load_state_dict(); another process calls amp.init() itself"
+        )
 
     def clear_cache(self) -> None:
         """Forgets the 16-bit copies of weights. A kernel of your own that writes parameters must call it."""

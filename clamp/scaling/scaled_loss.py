@@ -53,7 +53,7 @@ def require_graph(loss: Node) -> None:
         raise RuntimeError(f"the loss has no graph any more: {gone}")
     raise RuntimeError(
         "the loss has no graph: it depends on nothing that is trained (frozen parameters, data, tensors with "
-        "requires_grad=False)" + (f", or {gone}" if bridge.is_cut(loss) else "")
+        "requires_grad=False, what a recorded function returned)" + (f", or {gone}" if bridge.is_cut(loss) else "")
     )
 
 
@@ -169,15 +169,25 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
     Args:
         scalers: one for each loss of a step.
         begin: begins a pass: of a loss, an optimizer, after so many since its last step.
+        give_up: forgets the passes since that.
     """
 
     def __init__(
-        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]]
-    ) -> None:
+        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]],
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         super().__init__(optimizer)
         self._self_scalers = scalers
-        self._self_begin = begin
+        self._self_begin, self._self_give_up = begin, give_up
         self._self_losses = 0
+
+    def __reduce_ex__(self, *given: Any) -> NoReturn:
+        raise TypeError(
+            "a wrapped optimizer cannot be copied or pickled: its loss scales are the handle's. Copy the optimizer "
+            "that was given to handle.wrap_optimizer, and wrap the copy; save its state_dict() and amp.state_dict()"
+        )
+
+    __copy__ = __deepcopy__ = __reduce_ex__
 
     @as_pass
     def scale_loss(self, loss: Node) -> Generator[Node, None, None]:
@@ -195,8 +205,12 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; the next loss is the first of its step again, wherever this one was given up."""
-        host_step(partial(setattr, self, "_self_losses", 0))
+        host_step(self._self_begin_anew)
         return self.__wrapped__.zero_grad(*args, **kwargs)
+
+    def _self_begin_anew(self) -> None:
+        self._self_losses = 0
+        self._self_give_up()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""

@@ -162,6 +162,12 @@ class StepGuard(bridge.Listed):
             if not inside:
                 _vouched.discard(id(self.optimizer))
 
+    def give_up(self) -> None:
+        """The passes since the last step, and what they met, are no step's: their gradients go."""
+        if self.pending:
+            settle_late()
+            self.pending, self.passes, self.repeats, self.token = {}, 0, 0, object()
+
     def _forget(self) -> None:
         self.pending = {}
         self.passes_before, self.passes = self.passes, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import pickle
@@ -514,6 +515,15 @@ def test_a_wrapper_kept_after_shutdown_says_so_on_entry(training: Training) -> N
     handle.shutdown()
     with pytest.raises(RuntimeError, match="shut down"), optimizer.scale_loss(loss):
         pytest.fail("the error comes on entry")
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_cannot_be_copied_says_what_to_do(training: Training, how: Callable[[Any], Any]) -> None:
+    handle = amp.init()
+    with pytest.raises(TypeError, match=r"handle cannot be copied or pickled: .* amp\.state_dict\(\)"):
+        how(handle)
+    with pytest.raises(TypeError, match=r"optimizer cannot be copied or pickled: .* wrap the copy"):
+        how(handle.wrap_optimizer(training.optimizer))
 
 
 AFTER_SHUTDOWN: dict[str, Callable[[Any, Any, Any], object]] = {
