@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tape, Tensor
@@ -21,11 +21,10 @@ from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
 from clamp.interrupts import holding
 from clamp.opencl.host_steps import host_step, recorder
-from clamp.params import gradient_marks, masters
+from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied
-from clamp.params.updates import step_clock
 from clamp.params.weight_cache import weights
-from clamp.recordings.arguments import Arguments, Key
+from clamp.recordings.arguments import Arguments, Key, leaves_of
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.function import RecordedFunction
 from clamp.recordings.gradients import Known
@@ -37,7 +36,7 @@ from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards
-from clamp.scaling.step_report import History, StepReport
+from clamp.scaling.step_report import History, StepReport, warn_user
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
@@ -83,7 +82,7 @@ class Graph:
 
     ``build`` is given a node for every tensor. ``backward`` in it scales the loss and unscales the gradients; the
     optimizers step at its end, unless a gradient is inf or nan, and have no gradients at its beginning. Without
-    optimizers it runs without gradients.
+    optimizers it runs without gradients, and a backward that comes to what it returned says so.
 
     The first call with tensors of some shapes and dtypes runs ``build`` as it is, the second one records what it
     launches, and all others replay that: they give the same bits as running it. The loss scale, the skipping of
@@ -101,7 +100,7 @@ class Graph:
         self._grad_scaler: pytorch.GradScaler | None = None  # whose scale it is, if somebody else has it too
         self._recorder = _RecordedBuild(self)
         self._attribution = Attribution(lambda: self._guards.reports.history)
-        self._passes = 0
+        self._passes, self._has_warned = 0, False
         # What a recording does not depend on, or asks for as it is now.
         self._unwatched = frozenset(vars(self)) - earlier | {"_unwatched"}
 
@@ -114,6 +113,13 @@ class Graph:
         if "_recorder" not in vars(self):
             raise AttributeError(f"{own}.{name} is not there yet: call super().__init__() first in {own}.__init__")
         return object.__getattribute__(self, name)  # raises what was raised before: in a property, its own error
+
+    def __reduce_ex__(self, *given: Any) -> NoReturn:
+        own = type(self).__name__
+        raise TypeError(
+            f"{own}, a Graph, cannot be copied or pickled: its recordings are for its own model. Make another {own}; "
+            "save the model, the optimizers and the graph's state_dict()"
+        )
 
     # ------------------------------------------------------------------------------------------ setting up
 
@@ -221,9 +227,25 @@ class Graph:
             if recorder() is not None:  # inside another graph, which records this one with it
                 return self._recorder.__wrapped__(*inputs)
             outputs = self._recorder(*inputs)
+            if not self._optimizers and bridge.is_grad_enabled():
+                for x in leaves_of(outputs):
+                    if isinstance(x, Tensor):
+                        graphs.ask_before_backward(x, self._is_constant)
             self._attribution.look_after_skips(lambda: self._run(inputs), "graph.explain()")
         weights.clear()
         return outputs
+
+    def _is_constant(self) -> None:
+        """Backward has come to what the graph gave, and ends there."""
+        if not self._has_warned and any(map(graphs.has_optimizer, Watch({"self": self}).tensors)):
+            self._has_warned = True
+            own = type(self).__name__
+            warn_user(
+                f"backward has come to what {own} returned, which has no graph: without an optimizer {own} runs under "
+                "no_grad, and what it computes with is not trained. Put loss and backward into build and give it the "
+                "optimizer, add_optimizer(optimizer), or train the model without a Graph; what is meant as a constant "
+                "is computed under `with ag.no_grad()`"
+            )
 
     def explain(self, *inputs: Any) -> Explanation:
         """Why a step was skipped: runs ``build`` once more with these inputs, only to look at it, at the loss scale of
@@ -252,16 +274,10 @@ class Graph:
         if not self._optimizers:
             with bridge.no_grad():
                 return self.build(*nodes)
-        self._passes, begin = 0, step_clock.now
-        with _backward_is(self._backward):
+        self._passes = 0
+        stepped_later = [*masters.building.optimizers, *self._optimizers]
+        with _backward_is(self._backward), holding(masters.building, "optimizers", stepped_later):
             outputs = self.build(*nodes)
-        for optimizer in self._optimizers:
-            if step_clock.has_ticked(optimizer, begin):
-                raise RuntimeError(
-                    f"{type(self).__name__}.build has called {type(optimizer).__name__}.step(), and the graph steps "
-                    "its optimizers itself when build is done, so that they would step twice: leave it out. What it "
-                    "has changed stays changed"
-                )
         if not self._passes:
             raise RuntimeError(
                 f"{type(self).__name__}.build ran no loss.backward(), and there is an optimizer to step: call it "

@@ -98,15 +98,15 @@ def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
             continue
         for key in stepped_ids & over.waiting.keys():
             del over.waiting[key]
-        if not any(map(_is_stepped_by_others, over.waiting.values())):
+        if not any(map(has_optimizer, over.waiting.values())):
             over.waiting.clear()  # a node that is held would hold them
             _passes.pop(id(over), None)  # nor does a later step ask for it
             _let_go(over)
 
 
-def _is_stepped_by_others(leaf: Tensor) -> bool:
-    """Whether a leaf that a pass has reached, and no step since, is some optimizer's: an input that is trained is not,
-    nor what is left out where a model is fine-tuned."""
+def has_optimizer(leaf: Tensor) -> bool:
+    """Returns whether a leaf is some optimizer's to step: an input that is trained is not, nor what is left out where a
+    model is fine-tuned."""
     if bridge.is_frozen(leaf):
         return False
     if bridge.is_linked(leaf) or not isinstance(leaf, bridge.Parameter):
@@ -146,28 +146,29 @@ class _Backwards:
     count = 0  # how many have run
 
 
-# By id of the node: it, and a method, neither of which is kept alive.
-_asked: dict[int, tuple[weakref.ref[Node], weakref.WeakMethod[Callable[[], None]]]] = {}
+# By id of the node or value: it, and a method, neither of which is kept alive.
+_asked: dict[int, tuple[weakref.ref[Node | Tensor], weakref.WeakMethod[Callable[[], None]]]] = {}
 
 
-def ask_before_backward(node: Node, method: Callable[[], None]) -> None:
-    """Calls a method, if its object still lives, before a backward runs through a node."""
-    key = id(node)
-    _asked[key] = weakref.ref(node, partial(_asked.pop, key)), weakref.WeakMethod(method)
+def ask_before_backward(x: Node | Tensor, method: Callable[[], None]) -> None:
+    """Calls a method, if its object still lives, before a backward runs through a node, or comes to a value."""
+    key = id(x)
+    _asked[key] = weakref.ref(x, partial(_asked.pop, key)), weakref.WeakMethod(method)
 
 
-def backward_begins(computed: Iterable[Node], cut: Iterable[Node]) -> None:
+def backward_begins(computed: Iterable[Node], leaves: Iterable[Node], cut: Iterable[Node]) -> None:
     """Tells who has asked for it that a backward is to run through these nodes, and of those without a graph.
 
     Args:
         computed: nodes with parents.
-        cut: nodes without, which an op has computed.
+        leaves: nodes without.
+        cut: those of them that an op has computed.
 
     Raises:
         RuntimeError: one of these stands for what a recorded function computed.
     """
-    for node in computed if _asked else ():
-        if id(node) in _asked and _asked[id(node)][0]() is node and (method := _asked.pop(id(node))[1]()) is not None:
+    for x in (*computed, *(leaf.value for leaf in leaves)) if _asked else ():
+        if id(x) in _asked and _asked[id(x)][0]() is x and (method := _asked.pop(id(x))[1]()) is not None:
             method()
     for node in cut:
         if node.op_name == ENDED:

@@ -10,6 +10,7 @@ clipping finds it on either, and a gradient cleared or replaced on either counts
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,11 +207,26 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
 
     Args:
         more: tensors that are no parameters of the optimizer, and whose gradients it reads as well.
+
+    Raises:
+        RuntimeError: a graph steps it, and its ``build`` is not done.
     """
+    if any(optimizer is x for x in building.optimizers):
+        raise RuntimeError(
+            f"build of a Graph has called {type(optimizer).__name__}.step(), and the graph steps its optimizers itself "
+            "when build is done, so that they would step twice: leave it out"
+        )
     if recorder() is None:
         return run()
     params = [tensor for pair in pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
     return host_step(gradient_marks.on_gradients([*params, *more], run))
+
+
+class _Building(threading.local):
+    optimizers: Sequence[Any] = ()  # of the graphs whose build is running in this thread
+
+
+building = of_threads(_Building())
 
 
 def gathered(optimizer: Any, found: list[Pair] | None = None) -> list[Pair]:

@@ -167,11 +167,6 @@ class StepClock:
             known = weakref.ref(optimizer, lambda _: self._last.pop(key, None)), 0
         self._last[key] = known[0], self.now
 
-    def has_ticked(self, optimizer: Any, time: int) -> bool:
-        """Returns whether an optimizer has stepped after that time."""
-        known = self._last.get(id(optimizer))
-        return known is not None and known[0]() is optimizer and known[1] > time
-
     def stepped_since(self, param: Tensor, time: int) -> bool:
         """Returns whether an optimizer that has the parameter has stepped after that time."""
         if self.now == time:

@@ -139,7 +139,7 @@ def tape_backward(
     for start in starts:
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
-    graphs.backward_begins(computed, cut)
+    graphs.backward_begins(computed, leaves, cut)
     _warn_of_dead_tapes([node for node in cut if node is not loss and graphs.is_lost(node)])
     gradient_marks.refuse_penalties_in(computed, leaves)
     scaler = scaler_of(loss, scaled)

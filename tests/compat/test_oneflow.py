@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -302,8 +303,37 @@ def test_a_step_in_build_is_refused(queue: cl.CommandQueue, name: str, around: s
             optimizer.step()
             return loss
 
-    with pytest.raises(RuntimeError, match=rf"Steps\.build has called {type(optimizer).__name__}\.step\(\)"):
-        Steps(model, optimizer)(to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))
+    before = weights_of(model)
+    for of in (Steps, Train):  # it has changed nothing, so that the same goes on without it
+        step = of(model, optimizer)
+        refuses = pytest.raises(RuntimeError, match=rf"Graph has called {type(optimizer).__name__}\.step\(\)")
+        with refuses if of is Steps else nullcontext():
+            step(to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))
+        assert (of is Steps) == all(map(np.array_equal, weights_of(model), before))
+
+
+@pytest.mark.parametrize("of", ["a model that is trained", "a teacher", "a constant"])
+@pytest.mark.parametrize("calls", [1, 4])
+def test_backward_that_ends_at_a_graph_says_so(queue: cl.CommandQueue, of: str, calls: int) -> None:
+    body, head = mlp(queue, 10, 8), mlp(queue, 8, 3)
+    optimizer = SGD([*head.parameters(), *([] if of == "a teacher" else body.parameters())], lr=0.1)
+
+    class Forward(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def build(self, x: Any) -> Any:
+            return self.body(x)
+
+    forward, x = Forward(), to_device(queue, BATCHES[0])
+    for number in range(calls):
+        with ag.no_grad() if of == "a constant" else nullcontext():
+            features = forward(x)
+        says = of == "a model that is trained" and number == 0
+        with pytest.warns(UserWarning, match="Forward returned, which has no graph") if says else nullcontext():
+            ag.sum(head(ag.tensor(features))).backward()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("first", ["add_optimizer", "config", "set_grad_scaler", "loss_scale", "()"])
