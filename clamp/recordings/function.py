@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from clamp.scaling.step_report import warn_user
 _GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
 _waiting: dict[object, Arguments] = {}  # of calls that would record; the first may: netcl records one thread at a time
 _inside = of_threads(Flag())  # a recorded function
+_MOST_WAITS = 16  # of a function whose results are kept, with their graphs, and not trained
 
 
 def record(function: Callable[..., Any]) -> RecordedFunction:
@@ -92,19 +94,30 @@ class RecordedFunction:
         self._warned = False
         self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
+        self._given: list[weakref.ref[Node]] = []  # by one run, with graphs: backward may come yet
+        self._waits = 0  # calls that were not recorded for that
+        self._bound: tuple[RecordedFunction, Any] | None = None  # of a method: to what, and what is the function of it
         self._unwatched = frozenset({*vars(self), "_unwatched", "__wrapped__"})
         functools.update_wrapper(self, function)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.__name__ = name
-
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A method of an object: it has recordings of its own, which live as long."""
-        if instance is None:
+        """A method of an object: it has recordings of its own, which live as long. One that has no dict to keep them
+        in, and a class, is an argument."""
+        if instance is None or isinstance(self.__wrapped__, staticmethod) or not hasattr(self.__wrapped__, "__get__"):
             return self
-        bound = RecordedFunction(self.__wrapped__.__get__(instance, owner))
-        vars(instance).setdefault(self.__name__, bound)
-        return vars(instance)[self.__name__]
+        own = getattr(instance, "__dict__", None)
+        if not isinstance(own, dict):
+            return MethodType(self, instance)
+        key = f"recorded {self._name}"
+        bound = own.get(key)
+        if bound is None or bound._bound is None or bound._bound[0] is not self or bound._bound[1] is not instance:
+            bound = own[key] = RecordedFunction(self.__wrapped__.__get__(instance, owner))
+            bound._bound = self, instance
+        return bound
+
+    def __reduce__(self) -> Any:
+        """A copy of a function is that function, a method's is the method of the copied object."""
+        return self._name if isinstance(self.__wrapped__, FunctionType) else (record, (self.__wrapped__,))
 
     @property
     def recordings(self) -> int:
@@ -136,6 +149,8 @@ class RecordedFunction:
         if call.trouble or self._variants.runs_always(key):
             return self.__wrapped__(*call.args, **call.kwargs)
         before = self._variants.may_record(key) if recorded is None else recorded.watch
+        if recorded is None and before is not None and self._may_be_trained():
+            before = None
         with among(_waiting, call):
             if before is None or not (is_free() and [*_waiting.values()].index(call) == 0):
                 return self._run(key, call) if recorded is None else self._replay(call, known, recorded)
@@ -168,10 +183,18 @@ class RecordedFunction:
         watch = Watch(self._roots(call))
         self._variants.ran(key, watch)
         self._numbers[watch] = _numbers_in(result)
-        for x in leaves_of(result):
-            if isinstance(x, Node) and graphs.is_computed_from_trained(x):
-                graphs.ask_before_backward(x, self._graph_is_used)
+        given = [x for x in leaves_of(result) if isinstance(x, Node) and graphs.is_computed_from_trained(x)]
+        for x in given:
+            graphs.ask_before_backward(x, self._graph_is_used)
+        if all(ref() is None for ref in self._given):
+            self._given = [weakref.ref(x) for x in given if not hasattr(x, "last_pass")]
         return result
+
+    def _may_be_trained(self) -> bool:
+        """Returns whether results of a run are still held, and no backward has come to them: it may come to those of
+        this call as well, as where a function is called twice for one loss. A loop over data lets go of them."""
+        self._waits += any(ref() is not None for ref in self._given)
+        return 0 < self._waits <= _MOST_WAITS and any(ref() is not None for ref in self._given)
 
     def _graph_is_used(self) -> None:
         self._variants.never()

@@ -78,6 +78,8 @@ class Variants:
         Args:
             known: of the gradients that are there.
         """
+        if self._never and self._kinds:
+            self.clear()
         kind = self._kinds.get(key)
         if kind is None:
             return None
@@ -151,8 +153,6 @@ class Variants:
         kind.kept = [x for x in kind.kept if x is not recorded]
         self._never = self._differed
         self._differed = True
-        if self._never:
-            self.clear()
         warn_user(
             f"{self._name} was replayed in up to {recorded.calls // 2} calls as it does not run any more: {why}. "
             f"Something that {self._code} reads has changed where no replay looks. It "
@@ -177,8 +177,7 @@ class Variants:
             self._warn(why)
 
     def never(self) -> None:
-        """No call is recorded or replayed any more."""
-        self.clear()
+        """No call is recorded or replayed any more. What there is goes with the next: another thread may be in one."""
         self._never = True
 
     @contextmanager

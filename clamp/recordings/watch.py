@@ -9,10 +9,12 @@ launches, and whether they have moved is known by ``memory.py``.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -171,6 +173,12 @@ class Watch:
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
             self._push(bridge.own_attributes(x) or None, name)
+        elif issubclass(kind, ContextVar):
+            (value,) = self._add(lambda: (x.get(None),), lambda *_: name)
+            self._push(value, name)
+        elif issubclass(kind, threading.local):  # what this thread has of it
+            self._mapping(threading.local.__getattribute__(x, "__dict__"), lambda key: f"{name}.{key}")
+            self._push(kind, name)
         elif issubclass(kind, weakref.ReferenceType):
             self._through(x, name)
         elif issubclass(kind, weakref.ProxyTypes):
@@ -260,12 +268,15 @@ class Watch:
             self._module_variables(module, function.__code__)
 
     def _module_variables(self, module: ModuleType, code: CodeType) -> None:
-        """What a function may read from a module of the user's: its variables that the function names."""
-        if is_of_library(module.__name__) or (module.__name__, code) in self._known_modules:
+        """What a function may read from a module: its variables that the function names; of a library's, dicts, as
+        ``os.environ`` is one."""
+        if (module.__name__, code) in self._known_modules:
             return
         self._known_modules.add((module.__name__, code))
         own = vars(module)
         names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
+        if is_of_library(module.__name__):
+            names = [name for name in names if issubclass(type(own[name]), MutableMapping)]
         seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
         for name, value in zip(names, seen, strict=True):
             if isinstance(value, ModuleType):

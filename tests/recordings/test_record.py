@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial, partialmethod, reduce
 from typing import Any
 
 import netcl.optim.clip
@@ -22,6 +25,7 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
+from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
@@ -521,6 +525,105 @@ def test_methods_and_decorators(queue: cl.CommandQueue) -> None:
         amp.record(3)  # type: ignore[arg-type]
 
 
+def scaled(x: Tensor, factor: float) -> Node:
+    return ag.mul(ag.tensor(x), factor)
+
+
+class Scales:
+    factor = 2.0
+
+    def plain(self, x: Tensor) -> Node:
+        return scaled(x, self.factor)
+
+    method = amp.record(plain)
+    of_the_class = classmethod(amp.record(lambda cls, x: scaled(x, cls.factor)))
+    below, above = amp.record(staticmethod(scaled)), staticmethod(amp.record(scaled))
+    given = amp.record(partial(scaled, factor=3.0))
+    named = partialmethod(amp.record(lambda self, x, factor: scaled(x, factor * self.factor)), factor=5.0)
+
+
+class Scaled(Scales):
+    factor = 7.0
+
+    @amp.record
+    def method(self, x: Tensor) -> Node:
+        return ag.add(super().method(x), 100.0)
+
+
+WAYS = {
+    "method": [2.0, 107.0], "of_the_class": [2.0, 7.0], "below": [4.0, 4.0], "above": [4.0, 4.0], "given": [3.0, 3.0],
+    "named": [10.0, 35.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_whatever_a_class_makes_of_a_recorded_function_it_is_that(queue: cl.CommandQueue, name: str) -> None:
+    x, more = to_device(queue, np.ones(3)), (4.0,) if name in ("below", "above") else ()
+    with amp.init(dtype="float32"), ag.no_grad():
+        objects = Scales(), Scaled()
+        for _ in range(4):
+            assert [to_numpy(getattr(each, name)(x, *more).value)[0] for each in objects] == WAYS[name]
+        if name == "method":
+            assert to_numpy(super(Scaled, objects[1]).method(x).value)[0] == 7.0
+
+
+def test_an_object_without_a_dict_has_methods_too(queue: cl.CommandQueue) -> None:
+    class Lean:
+        __slots__ = ("factor",)
+
+        @amp.record
+        def method(self, x: Tensor) -> Node:
+            return scaled(x, self.factor)
+
+    lean, x = Lean(), to_device(queue, np.ones(3))
+    with amp.init(dtype="float32"), ag.no_grad():
+        for factor in (2.0, 2.0, 2.0, 3.0):
+            lean.factor = factor
+            assert to_numpy(lean.method(x).value)[0] == factor
+
+
+@amp.record
+def doubled(x: Tensor) -> Node:
+    return ag.mul(ag.tensor(x), 2.0)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_computes_what_it_is_a_copy_of(queue: cl.CommandQueue, how: Callable[[Any], Any]) -> None:
+    class Scales:
+        def __init__(self) -> None:
+            self.factor = 2.0
+            self.recorded = amp.record(self._scaled)
+
+        def _scaled(self, x: Tensor) -> Node:
+            return ag.mul(ag.tensor(x), self.factor)
+
+        @amp.record
+        def method(self, x: Tensor) -> Node:
+            return self._scaled(x)
+
+    class Builds(Graph):
+        def build(self, x: Node) -> Node:
+            return x
+
+    x = to_device(queue, np.ones(3))
+    with amp.init(dtype="float32"), ag.no_grad():
+        assert how(doubled) is doubled
+        with pytest.raises(TypeError, match="Builds, a Graph, cannot be copied or pickled"):
+            how(Builds())
+        if how not in (copy.copy, copy.deepcopy):  # a class in a function has no pickle
+            return
+        first = Scales()
+        for _ in range(3):
+            first.recorded(x), first.method(x)
+        second = how(first)
+        second.factor = 5.0
+        for _ in range(3):
+            found = [to_numpy(call(x).value)[0] for call in (second.recorded, second.method)]
+            # A shallow one has what its first was given, a method of that.
+            assert found == [5.0 if how is copy.deepcopy else 2.0, 5.0]
+            assert [to_numpy(call(x).value)[0] for call in (first.recorded, first.method)] == [2.0, 2.0]
+
+
 def test_a_recorded_function_in_another_is_a_part_of_it(queue: cl.CommandQueue) -> None:
     made: list[Any] = []
 
@@ -870,6 +973,40 @@ def test_backward_through_results_is_as_without_recording_or_refused(
         assert_same(net.weights, eager.weights)
 
 
+@pytest.mark.parametrize("calls", [2, 5])
+def test_several_results_are_trained_by_one_backward(queue: cl.CommandQueue, calls: int) -> None:
+    """The real and the fake, the parts of a batch: none of them is recorded as long as the first is held."""
+    batches = [batch(queue, 4, 10, 3, seed=seed) for seed in range(calls)]
+
+    def trained(record: Callable[[Any], Any]) -> list[Any]:
+        run = Run(queue)
+        forward = record(lambda x: run.model(ag.tensor(x)))
+        for _ in range(2):
+            found = [forward(x) for x, _ in batches]
+            losses = [ag.mse_loss(each, ag.tensor(y)) for each, (_, y) in zip(found, batches, strict=True)]
+            with run.handle.scale_loss(ag.mul(reduce(ag.add, losses), 2.0**-10), run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            run.optimizer.step()
+        return run.state()
+
+    with pytest.warns(UserWarning, match="runs as it is.*: backward runs through what it returns"):
+        recorded = trained(amp.record)
+    assert_same(recorded, trained(lambda function: function))
+
+
+def test_results_that_are_held_and_not_trained_are_waited_for_a_while(queue: cl.CommandQueue) -> None:
+    run, (x, _) = Run(queue), batch(queue, 4, 10, 3)
+    forward = amp.record(lambda x: run.model(ag.tensor(x)))
+    held = [forward(x) for _ in range(20)]
+    assert forward.recordings == 1
+    with pytest.raises(RuntimeError, match=r"the loss has no graph.*what a recorded function returned"):
+        ag.sum(held[-1]).backward()
+    dropping = amp.record(lambda x: run.model(ag.tensor(x)))
+    for _ in range(3):
+        result = dropping(x)
+    assert (dropping.recordings, result.parents) == (1, [])
+
+
 @pytest.mark.parametrize("features", ["of a user's op", "of trained weights, on a tape of its own"])
 def test_results_train_what_they_were_computed_from_or_nothing(queue: cl.CommandQueue, features: str) -> None:
     weight, head = (Parameter.from_host(queue, np.ones((2, 2), np.float32)) for _ in range(2))
@@ -929,6 +1066,7 @@ def test_results_of_recorded_calls_have_no_graph(queue: cl.CommandQueue) -> None
 
     with amp.init():
         for number in range(4):
+            product = rest = None
             product, rest = call(to_device(queue, np.ones((2, 2))))
             for node in (product, rest["again"]) if number else ():
                 assert not node.parents

@@ -6,8 +6,10 @@ import datetime
 import gc
 import io
 import itertools
+import os
 import queue as queues
 import sys
+import threading
 import time
 import types
 import warnings
@@ -15,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -111,6 +114,28 @@ def of_a_closure() -> Case:
         k = value
 
     return (lambda: k), change
+
+
+@case
+def of_a_threads_own() -> Case:
+    return attribute(threading.local())
+
+
+@case
+def of_a_threads_own_of_a_class() -> Case:
+    return attribute(type("Own", (threading.local,), {})())
+
+
+@case
+def of_a_context_variable() -> Case:
+    variable = ContextVar("variable", default=1.0)
+    return variable.get, variable.set
+
+
+@case
+def in_the_environment() -> Case:
+    os.environ["CLAMP_FACTOR"] = "1.0"
+    return (lambda: float(os.environ["CLAMP_FACTOR"])), lambda value: os.environ.update(CLAMP_FACTOR=str(value))
 
 
 @case
