@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="runs of each way (3)")
     options = parser.parse_args()
     queue, job = open_queue(options.device), JOBS[options.job]()
-    warnings.filterwarnings("ignore", message="in this first step .* loses")  # which is what is shown here
+    warnings.filterwarnings("ignore", message="in this step .* loses")  # which is what is shown here
     print(f"{describe(queue)}, {options.job}, {options.dtype}, {job.steps} steps; percent right, by seed, and mean")
     for name, way in WAYS.items():
         found = [train(queue, job, options.dtype, seed, **way) for seed in range(options.seeds)]

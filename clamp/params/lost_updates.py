@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from clamp import bridge
@@ -99,25 +100,37 @@ def count(before: Tensor, after: Tensor) -> Counts | None:
 
 # ---------------------------------------------------------------------------------------------- steps that are made
 
-#: masters of 16-bit weights of which no step has been measured, by id
-_unmeasured: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-#: those of which one was, and nothing said yet
-_measured: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of a master of a 16-bit weight that keeps no more than this."""
+
+    made: int = 0  # as far as the first master of an optimizer counts them
+    is_next: bool = True  # to be measured
+    counts: Counts | None = None  # of one that was, and of which nothing was said yet
+    said: float = 0.0  # the part lost that was
 
 
-def expect(master: Tensor) -> None:
-    """The first step that updates a weight of which nothing more is kept is to be measured."""
-    _unmeasured[id(master)] = master
+#: such masters, by id
+_rounded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def watch(master: Tensor, is_rounded: bool) -> None:
+    """The steps of a master are to be measured if its weight is rounded: the 1st, the 2nd, the 4th, the 8th, ..."""
+    _rounded.pop(id(master), None)
+    if is_rounded:
+        master._steps = _Steps()
+        _rounded[id(master)] = master
 
 
 def is_expected(master: Tensor) -> bool:
     """Returns whether the next step of a master is to be measured."""
-    return id(master) in _unmeasured
+    return id(master) in _rounded and master._steps.is_next
 
 
 def expected(masters: Sequence[Tensor]) -> Sequence[Tensor]:
     """Those of these masters whose next step is to be measured."""
-    return [*filter(is_expected, masters)] if _unmeasured else ()
+    return [*filter(is_expected, masters)] if _rounded else ()
 
 
 def measure(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -125,19 +138,32 @@ def measure(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for master, model in pairs:
         counts = count(model, master)
         if counts is not None and counts.updates:
-            master._lost_updates = counts
-            _measured[id(master)] = master
-            _unmeasured.pop(id(master), None)
+            master._steps.counts, master._steps.is_next = counts, False
 
 
 def take(params: Sequence[Tensor]) -> list[LayerUpdates]:
-    """What has been measured of the step of an optimizer's parameters, once: no later one is measured."""
-    if not _measured:
+    """What was measured of the step that an optimizer of these parameters has made, if that is worth a word: a part
+    was lost, or four times what was when it was said last."""
+    found = [param for param in params if id(param) in _rounded] if _rounded else []
+    if not found:
         return []
-    counts = {id(param): param._lost_updates for param in params if _measured.pop(id(param), None) is not None}
-    for param in params if counts else ():
-        _unmeasured.pop(id(param), None)
-    return by_layer(params, counts)
+    counts = {id(param): param._steps.counts for param in found if param._steps.counts is not None}
+    first = found[0]._steps
+    first.made += 1
+    for param in found if counts else ():
+        param._steps.counts, param._steps.is_next = None, False
+    for param in found if first.made & (first.made + 1) == 0 else ():
+        param._steps.is_next = True
+    rows = by_layer(params, counts)
+    if not rows or rows[0].share < LEAST or part_lost(rows) < 4 * first.said:
+        return []
+    first.said = part_lost(rows)
+    return rows
+
+
+def part_lost(rows: Sequence[LayerUpdates]) -> float:
+    """The part of all updates that is lost, 0 to 1."""
+    return sum(row.lost for row in rows) / sum(row.updates for row in rows)
 
 
 # ---------------------------------------------------------------------------------------------- a step to come

@@ -141,6 +141,7 @@ _models: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary(
 def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> None:
     bridge.link_master(master, model)
     _models[id(model.buffer)] = model
+    lost_updates.watch(master, keeps == "rounded")
     if PARTS[keeps]:
         put_in_parts(master, model, keeps, key)
         return
@@ -148,7 +149,6 @@ def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> N
     master._keeps = keeps
     if keeps == "rounded":
         cast_into(model, master)
-        lost_updates.expect(master)
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

@@ -20,7 +20,7 @@ from clamp.casting.results import RESULTS
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import statistics_of
 from clamp.params import gradient_marks
-from clamp.params.lost_updates import HALF_AN_ULP, LEAST, percent, take
+from clamp.params.lost_updates import HALF_AN_ULP, part_lost, percent, take
 from clamp.scaling.loss_scale import LossScale
 
 _OURS = str(Path(__file__).parents[1])
@@ -280,15 +280,15 @@ def warn_user(message: str) -> None:
 
 
 def warn_of_lost_updates(params: Sequence[Tensor]) -> None:
-    """Says once what rounding loses of the updates of an optimizer's parameters that are kept in 16 bits, as it was
+    """Says what rounding loses of the updates of an optimizer's parameters that are kept in 16 bits, where that was
     measured in the step that has just been made."""
     lost = take(params)
-    if not lost or lost[0].share < LEAST:
+    if not lost:
         return
-    updates, dtype = sum(row.updates for row in lost), lost[0].dtype
-    of_all = f", and {percent(sum(row.lost for row in lost) / updates)} of all" if len(lost) > 1 else ""
+    dtype = lost[0].dtype
+    of_all = f", and {percent(part_lost(lost))} of all" if len(lost) > 1 else ""
     warn_user(
-        f"in this first step {lost[0]}{of_all}: without fp32 masters (master_weight=False, opt_level='O3') parameters "
+        f"in this step {lost[0]}{of_all}: without fp32 masters (master_weight=False, opt_level='O3') parameters "
         f"are rounded to {dtype} after each step, and updates of less than about {HALF_AN_ULP[dtype]} of a parameter "
         'are lost, or are doubled. Keep fp32 masters (master_weight=True), or what is as good: "remainder", "kahan" or '
         '"stochastic"'

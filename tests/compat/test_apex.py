@@ -23,7 +23,7 @@ from tests.scaling.test_overflow import optimizer_state, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shut_down"),
-    pytest.mark.filterwarnings("ignore:in this first step:UserWarning"),  # of O3 (tests/params/test_lost_updates.py)
+    pytest.mark.filterwarnings("ignore:in this step:UserWarning"),  # of O3 (tests/params/test_lost_updates.py)
 ]
 
 

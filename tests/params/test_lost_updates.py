@@ -76,11 +76,11 @@ def said(found: Any) -> dict[str, tuple[int, int]]:
     return {row.module: (row.updates, row.lost) for row in found.layers}
 
 
-def stepped(optimizer: Any) -> list[str]:
+def stepped(step: Callable[[], Any]) -> list[str]:
     """Makes a step; returns what it warns of."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
-        optimizer.step()
+        step()
     return [str(one.message) for one in told if one.category is UserWarning]
 
 
@@ -96,7 +96,7 @@ def test_updates_that_rounding_loses_are_counted(queue: cl.CommandQueue, name: s
         by_parameter = lost(before, exact.values(), dtype)
         updates, gone = map(sum, zip(*by_parameter.values(), strict=True))
         assert 0 < gone < updates
-        (message,) = stepped(loop.optimizer)
+        (message,) = stepped(loop.optimizer.step)
         worst = max(by_parameter, key=lambda x: by_parameter[x][1] / max(1, by_parameter[x][0]))
         share = 100 * by_parameter[worst][1] / by_parameter[worst][0]
         assert f"{dtype} loses {share:.3g} % of the updates of {worst}, and {100 * gone / updates:.3g} %" in message
@@ -116,7 +116,8 @@ def test_updates_that_rounding_loses_are_counted(queue: cl.CommandQueue, name: s
         else:
             assert said(found) == lost(before, exact.values(), dtype)
             assert f"updates: {found.layers[0]}" in str(found)
-        assert stepped(loop.optimizer) == []
+        later, all_later = map(sum, zip(*lost(before, exact.values(), dtype).values(), strict=True))
+        assert len(stepped(loop.optimizer.step)) == (all_later / later >= 4 * gone / updates)
         for rounded, parameter in zip(exact.values(), loop.params, strict=True):
             np.testing.assert_array_equal(quantize(rounded, dtype), to_numpy(parameter))
 
@@ -146,7 +147,7 @@ def test_what_keeps_updates_has_nothing_to_say(
     with amp.init(dtype=dtype):
         loop = Loop(queue, name, dtype, keeps)
         loop.draw()
-        assert stepped(loop.optimizer) == []
+        assert stepped(loop.optimizer.step) == []
         assert not observe_lost_updates(loop.optimizer.step)
 
 
@@ -162,7 +163,23 @@ def test_a_step_that_loses_nothing_is_not_warned_of(
         for master, param in zip(amp.master_params(loop.optimizer), loop.params, strict=True):
             master.write(np.ones(param.shape, np.float32))
             param.grad = to_device(queue, np.ones(param.shape))
-        assert len(stepped(loop.optimizer)) == warnings
+        assert len(stepped(loop.optimizer.step)) == warnings
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_learning_rate_that_falls_is_told_of(queue: cl.CommandQueue, recorded: bool) -> None:
+    with amp.init(dtype="bfloat16"):
+        loop = Loop(queue, "Momentum", "bfloat16", False)
+        loop.optimizer.momentum = 0.0
+        step = amp.record(loop.optimizer.step) if recorded else loop.optimizer.step
+        said = []
+        for rate in [0.25] * 5 + [1e-6] * 12:
+            loop.optimizer.lr = rate
+            for param in loop.params:
+                param.grad = to_device(queue, np.ones(param.shape))
+            said.append([message.partition("loses ")[2][:4] for message in stepped(step)])
+    lost = [number for number, messages in enumerate(said, start=1) if any(said == "100 " for said in messages)]
+    assert lost == [8]  # and not in the 16th
 
 
 def decorated(queue: cl.CommandQueue, make: Callable[[Any], Any], door: str) -> tuple[Any, Any, Any]:

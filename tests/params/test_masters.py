@@ -314,7 +314,7 @@ def test_frozen_parameters_stay(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
 
 
-@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+@pytest.mark.filterwarnings("ignore:in this step:UserWarning")
 @pytest.mark.parametrize("dtype", HALF)
 def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
@@ -378,7 +378,7 @@ WRITES: dict[str, Callable[[Tensor, np.ndarray], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+@pytest.mark.filterwarnings("ignore:in this step:UserWarning")
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("how", WRITES)
 def test_what_a_user_writes_into_a_master_reaches_its_parameter(queue: cl.CommandQueue, how: str, keeps: Any) -> None:

@@ -25,7 +25,7 @@ from tests.scaling.test_overflow import optimizer_state, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shut_down"),
-    pytest.mark.filterwarnings("ignore:in this first step:UserWarning"),  # tests/params/test_lost_updates.py has it
+    pytest.mark.filterwarnings("ignore:in this step:UserWarning"),  # tests/params/test_lost_updates.py has it
 ]
 
 WIDTHS = (8, 128, 128, 8, 4)  # as many and large parameters as AdamW takes together

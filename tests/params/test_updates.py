@@ -519,7 +519,7 @@ def test_what_a_user_writes_into_momentums_velocities_counts(queue: cl.CommandQu
 # ---------------------------------------------------------------------------------------------- 16-bit parameters
 
 
-@pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+@pytest.mark.filterwarnings("ignore:in this step:UserWarning")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("keep_master", [True, False])
 @pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam, decay", "adamw"])
@@ -535,7 +535,8 @@ def test_parameters_of_16_bits_are_written_with_their_masters(
                 step(handle, model, optimizer, batch(queue, 16, 8, 4, seed=index))
                 with steps_counted() as names:
                     optimizer.step()
-                assert not together or names == ["update"]
+                is_measured = not keep_master and index in (0, 1, 3)  # what rounding loses, in the 2nd, 4th, 8th step
+                assert not together or (names == ["update"]) != is_measured
         return [bridge.read_bytes(x) for x in [*model.parameters(), *optimizer.params]]
 
     found = trained(together=True)

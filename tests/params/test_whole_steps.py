@@ -20,7 +20,7 @@ from tests.params.test_updates import MAKE, Loop, Make
 from tests.reference import to_device
 
 # tests/params/test_lost_updates.py has it
-pytestmark = pytest.mark.filterwarnings("ignore:in this first step:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:in this step:UserWarning")
 
 STEPPED_BY: dict[str, Make] = {
     **{name: MAKE[name] for name in ("sgd", "sgd, momentum", "nesterov", "adam", "adamw")},
