@@ -18,6 +18,7 @@ from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.watch import Watch
+from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import warn_user
 
 MOST_KEYS = 32  # remembered; the one that was not used for longest goes first
@@ -58,6 +59,7 @@ class Variants:
         self._strangers = self._made = self._replays = 0
         self._stopped = False  # nothing is recorded any more; what has been is replayed
         self._warned = self._differed = self._never = False
+        self._of_dry_runs: list[Replayable] = []  # made where steps were only looked at, and dropped after that
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -80,6 +82,10 @@ class Variants:
         """
         if self._never and self._kinds:
             self.clear()
+        if self._of_dry_runs and not are_steps_withheld():
+            for other in self._kinds.values():
+                other.kept = [x for x in other.kept if x not in self._of_dry_runs]
+            self._of_dry_runs = []
         kind = self._kinds.get(key)
         if kind is None:
             return None
@@ -137,6 +143,8 @@ class Variants:
                 kind.doubted = recorded
                 return
             kind.doubted = None
+            if are_steps_withheld():
+                self._of_dry_runs.append(recorded)
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
         for kind in list(self._kinds.values()):
             while kind.kept and self.recordings > MOST_RECORDINGS:

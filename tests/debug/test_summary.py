@@ -210,6 +210,9 @@ def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
         one(*run.data)
     found = run.handle.summary(lambda: one(*run.data))
     assert "matmul_op" in str(found)
+    run.handle.memory(lambda: one(*run.data))
+    one(*run.data)
+    assert one.recordings == 1  # those that were made to be measured are gone
 
 
 def test_a_step_that_fails_leaves_nothing_behind(queue: cl.CommandQueue) -> None:
