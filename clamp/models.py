@@ -102,7 +102,7 @@ def dtypes_of(
         model, dtype, keep_batch_norm, excluded, rules: as for ``to_16_bit``.
     """
     found: dict[int, tuple[Any, str]] = {}
-    layers = [layer for layer in modules(model) if bridge.is_module(layer)] if rules is not None else []
+    layers = [layer for layer in modules(model) if isinstance(layer, bridge.Module)] if rules is not None else []
     for layer in layers:
         if rules is not None and (rule := rules.rule_of(layer)) is not None:
             found.update((id(param), (layer, rule.dtype)) for param in bridge.own_parameters(layer))

@@ -26,11 +26,6 @@ NETCLS_FOLDER = str(Path(str(netcl.__file__)).parent)
 MADE_FROM_LAYERS = frozenset({"_fused_layers", "_fused_train_layers"})
 
 
-def is_module(x: Any) -> bool:
-    """Returns whether x is a netcl layer or model."""
-    return isinstance(x, Module)
-
-
 def module_classes() -> Iterator[type]:
     """The classes of all layers and models that are defined, netcl's and the user's."""
     stack, seen = [Module], set()
@@ -96,7 +91,7 @@ def module_names(modules: Sequence[Any], around: Iterable[Any] = ()) -> list[str
                 names[id(module)] = name
 
     def of_parts(module: Any) -> str:
-        parts = [part for part in vars(module).values() if is_module(part)] if id(module) in made else []
+        parts = [part for part in vars(module).values() if isinstance(part, Module)] if id(module) in made else []
         return ", ".join(names.get(id(part), "") for part in parts)
 
     return [names[id(module)] or of_parts(module) for module in modules]

@@ -15,7 +15,7 @@ from netcl.amp import GradScaler
 from netcl.optim import adamw
 
 from clamp.bridge.masters import is_in_parts, model_parameter
-from clamp.bridge.modules import is_module
+from clamp.bridge.modules import Module
 from clamp.bridge.objects import in_reach, own_attributes
 from clamp.bridge.tensors import Tensor, is_frozen
 
@@ -23,7 +23,7 @@ from clamp.bridge.tensors import Tensor, is_frozen
 def is_optimizer(x: Any) -> bool:
     """Returns whether x steps parameters: it has a list of them, and a ``step()``."""
     own, kind = own_attributes(x), type(x)  # and no word from a __getattr__ of the user's
-    if is_module(x) or not callable(own.get("step") or getattr(kind, "step", None)):
+    if isinstance(x, Module) or not callable(own.get("step") or getattr(kind, "step", None)):
         return False
     return isinstance(own["params"] if "params" in own else getattr(kind, "params", None), list | tuple | property)
 

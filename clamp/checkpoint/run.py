@@ -201,7 +201,7 @@ def _names(models: Sequence[Mapping[str, Tensor]]) -> Names:
 
 def _named(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a model with their names: a netcl module's, a dict's, a list's, or those of ``parameters()``."""
-    if bridge.is_module(model) or isinstance(model, list | tuple | dict):
+    if isinstance(model, bridge.Module | list | tuple | dict):
         yield from bridge.module_tensors(model)
     elif callable(getattr(model, "parameters", None)):
         yield from bridge.module_tensors(list(model.parameters()))

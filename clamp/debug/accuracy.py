@@ -187,7 +187,7 @@ def _amp_region(
 def _step_of(
     step: Any, batch: Sequence[Any], loss: Callable[..., Any] | None, amp: Region, scale: float | None
 ) -> _ScaledStep:
-    if not bridge.is_module(step):
+    if not isinstance(step, bridge.Module):
         if not callable(step) or len(batch) or loss is not None or scale is not None:
             raise TypeError(
                 "compare_accuracy takes a netcl model with a batch and a loss, or a function without arguments that "

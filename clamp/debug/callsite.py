@@ -114,7 +114,7 @@ def trail() -> Trail:
             is_module = caller is not None and caller.f_code is _MODULE_CALL  # of the same module, looked at next
             if not is_module and kind != "user":
                 itself = frame.f_locals.get("self")
-                is_module = bridge.is_module(itself)
+                is_module = isinstance(itself, bridge.Module)
                 if is_module and (not modules or modules[-1] is not itself):
                     modules.append(itself)
             if kind != "method":

@@ -73,9 +73,7 @@ class _LaunchPlan(NamedTuple):
 _plans = Prepared(4096)
 
 
-def elementwise(
-    op: str, out_dtype: str, *operands: Tensor | float, parameters: tuple[float, ...] = (), out: Tensor | None = None
-) -> Tensor:
+def elementwise(op: str, out_dtype: str, *operands: Tensor | float, parameters: tuple[float, ...] = ()) -> Tensor:
     """The function ``op`` of the operands, broadcast against each other as in numpy.
 
     Args:
@@ -85,8 +83,6 @@ def elementwise(
             tensor. Floats reach the kernel as arguments: no value is ever compiled in. Finite ones stay finite where
             the function may return them as they are.
         parameters: floats that the function takes after its operands, for example a slope.
-        out: where to store the result, in place of a new tensor; it has the result's shape and ``out_dtype``,
-            and may be an operand of that shape.
 
     Returns:
         A tensor of the broadcast shape.
@@ -112,7 +108,7 @@ def elementwise(
     key.append(tensor.context.int_ptr)
     plan_key = tuple(key)
     plan = _plans.known.get(plan_key) or _make_plan(plan_key, queue, op, out_dtype, operands, len(parameters))
-    y = bridge.empty(queue, plan.shape, out_dtype) if out is None else out
+    y = bridge.empty(queue, plan.shape, out_dtype)
     if plan.bound is not None:
         plan.bound(queue, *arguments, y.buffer)
     elif plan.kernel is not None:

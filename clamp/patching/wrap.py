@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor, is_module
+from clamp.bridge import HALF_DTYPES, Module, Node, Parameter, Tensor
 from clamp.casting.arguments import CastArguments, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, Promote
@@ -216,7 +216,7 @@ def unfused(wrapped: Any, sequential: Any, args: tuple[Any, ...], kwargs: dict[s
     region = casting_region()
     if not Installed.now or region is None or region.modules is None:
         return wrapped(*args, **kwargs)
-    rules = {region.modules.rule_of(layer) for layer in sequential.layers if is_module(layer)}
+    rules = {region.modules.rule_of(layer) for layer in sequential.layers if isinstance(layer, Module)}
     return sequential.layers if len(rules) > 1 else wrapped(*args, **kwargs)
 
 

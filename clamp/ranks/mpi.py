@@ -285,7 +285,7 @@ def _tensors_of(root: Any) -> Iterator[Tensor]:
         for param in bridge.optimizer_parameters(root):
             yield param
             yield bridge.model_parameter(param)
-    elif bridge.is_module(root):
+    elif isinstance(root, bridge.Module):
         for _, tensor in bridge.module_tensors(root):
             yield tensor
     else:

@@ -43,7 +43,7 @@ class RankParameters:
     def name(self, models: Iterable[Any]) -> None:
         """Remembers what the tensors of these models are called."""
         for number, model in enumerate(models):
-            if bridge.is_module(model):
+            if isinstance(model, bridge.Module):
                 for name, tensor in bridge.module_tensors(model):
                     self._names[id(tensor)] = weakref.ref(tensor), name if number == 0 else f"{name} of model {number}"
 

@@ -309,7 +309,7 @@ class ModuleNotes:
         for module, _ in reversed(self._before.values()):  # the last root is looked at first: parents before children
             kind = type(module).__name__
             roots[kind if kind not in roots else f"{kind} ({len(roots)})"] = module
-        return Watch(roots, hidden, lambda x: not bridge.is_module(x) or id(x) in self._before)
+        return Watch(roots, hidden, lambda x: not isinstance(x, bridge.Module) or id(x) in self._before)
 
 
 def dependencies_of(capture: KernelCapture) -> Dependencies:

@@ -236,7 +236,7 @@ class Watch:
             return
         if self._hidden is None:
             unwatched: frozenset[str] = own.get("_unwatched", bridge.MADE_FROM_LAYERS)
-            is_layer = is_library(type(x)) and bridge.is_module(x)
+            is_layer = is_library(type(x)) and isinstance(x, bridge.Module)
             self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_layer)
             return
         keys = [key for key in list(own) if not self._hidden(x, key)]  # one that comes later has decided nothing
