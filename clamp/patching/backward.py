@@ -239,7 +239,14 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
 
 
 def _known_to_parents(made: Any) -> Any:
+    """What netcl's ``apply_op`` gives, noted by the nodes that it was computed from.
+
+    A forward that hands its input back (a gradient reversal) would have two nodes share one tensor, and the engine
+    takes the gradient that it left there for the other one's.
+    """
     if isinstance(made, Node):
+        if any(made.value is parent.value for parent in made.parents):
+            made.value = bridge.view(made.value, made.value.shape)
         bridge.note_child(made)
     return made
 

@@ -77,7 +77,10 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
         scale = delivery.running.scale or scaler.applied()
         return scale.multiply(grad, "float32")
 
-    made = bound(scaler.scale_loss(loss.value), {operand: gradient}, SCALE_OP)
+    value = scaler.scale_loss(loss.value)
+    if value is loss.value:  # not scaled. Two nodes of one tensor would each have the other's gradient, too
+        value = bridge.view(value, value.shape)
+    made = bound(value, {operand: gradient}, SCALE_OP)
     if isinstance(made, Node):
         made.loss_scale = scaler
     return made

@@ -349,3 +349,44 @@ def test_a_plain_step_under_autocast_alone_skips_what_a_grad_scaler_has_noted(
     else:
         task.optimizer.step()
     assert task.moved == (size == 1.0)
+
+
+# ---------------------------------------------------------------------------------------------- one tensor, two nodes
+
+
+def _reversed(x: Any) -> Any:
+    """A gradient reversal, whose forward hands its input back."""
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        return [ag.mul(ag.tensor(grad), -0.5).value]
+
+    return ag.apply_op(amp.custom_fwd(lambda x: x), backward, x)
+
+
+_SHARED: dict[str, tuple[Any, Any, float]] = {  # on the way to the loss, on what scale_loss gives, and what times 6
+    "divided": (lambda x: x, lambda scaled: ag.div(scaled, 4.0), 0.25),
+    "divided by Python": (lambda x: x, lambda scaled: scaled / 4, 0.25),
+    "added to itself": (lambda x: x, lambda scaled: ag.add(scaled, scaled), 2.0),
+    "reversed": (_reversed, lambda scaled: scaled, -0.5),
+    "reversed twice": (lambda x: _reversed(_reversed(x)), lambda scaled: scaled, 0.25),
+    "beside what it reverses": (lambda x: ag.add(x, _reversed(x)), lambda scaled: scaled, 0.5),
+    "checkpointed": (lambda x: amp.checkpoint(lambda x: x, x), lambda scaled: scaled, 1.0),
+}
+
+
+@pytest.mark.parametrize("what", _SHARED)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("of", ["a parameter", "a result"])
+def test_a_node_that_has_its_parents_tensor_has_its_own_gradient(
+    queue: cl.CommandQueue, what: str, dtype: str, of: str
+) -> None:
+    """netcl's engine keeps gradients on tensors, too: of two nodes of one, it added the one's to the other's."""
+    handle = amp.init(dtype=dtype)
+    weight = to_device(queue, np.ones((2, 2)))
+    weight.requires_grad = True
+    inside, outside, factor = _SHARED[what]
+    x = ag.mul(ag.tensor(weight), 2.0) if of == "a result" else ag.tensor(weight)
+    loss = ag.sum(ag.mul(inside(x), 3.0 if of == "a result" else 6.0))
+    with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
+        outside(scaled_loss).backward()
+    np.testing.assert_array_equal(weight.grad.to_host(), 6 * factor)
