@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, gradient_marks, masters
@@ -41,7 +41,7 @@ class Averaging(Protocol):
 
 @dataclass(slots=True)
 class _Slot:
-    """A parameter.
+    """A parameter, or an input whose gradient the user wants.
 
     Attributes:
         master: what the optimizer steps.
@@ -77,6 +77,11 @@ class _Run(NamedTuple):
     since: int
 
 
+def _is_input(leaf: Tensor) -> bool:
+    """Whether a leaf is no parameter, as far as is known, and wants a gradient all the same: for the user's eyes."""
+    return not isinstance(leaf, Parameter) and leaf.requires_grad and not bridge.is_linked(leaf)
+
+
 class PassGradients:
     """The gradients that one backward pass delivers to some optimizers' parameters.
 
@@ -98,6 +103,7 @@ class PassGradients:
                         masters.gather(master, model)
                     slots[id(master)] = _Slot(master, model, master.grad)
         self._slots = list(slots.values())
+        self._stepped = len(self._slots)  # those of optimizers, which come first
         self._by_model = {id(slot.model): slot for slot in self._slots}
         self._ran: list[_Run] = []
         self.refused: Node | None = None
@@ -158,15 +164,17 @@ class PassGradients:
         return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
 
     def _note_came(self) -> None:
-        for run in self._ran if self._of_all else ():
+        for run in self._ran:
             for leaf in run.reached:
-                self._slot_of(leaf, run.before.get(id(leaf)))
+                if id(leaf) not in self._by_model:
+                    self._slot_of(leaf, run.before.get(id(leaf)))
         self._came = [slot.model.grad for slot in self._slots]
 
     def _slot_of(self, leaf: Tensor, before: Tensor | None) -> _Slot | None:
-        """What no optimizer of a pass that divides all has is a parameter of it from the first time on."""
+        """An input is divided like a parameter from the first time on, and so is, in a pass that divides all, what no
+        optimizer of it has. What another optimizer has stays as it is, for a pass that names that one."""
         slot = self._by_model.get(id(leaf))
-        if slot is None and self._of_all:
+        if slot is None and (self._of_all or _is_input(leaf)):
             slot = self._by_model[id(leaf)] = _Slot(leaf, leaf, before)
             self._slots.append(slot)
         return slot
@@ -174,11 +182,11 @@ class PassGradients:
     def average(self, ranks: Averaging, scaler: LossScale) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
         self._note_came()
-        scale = scaler.applied()
-        grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in self._slots]
-        averages = ranks.average([slot.model for slot in self._slots], grads, scaler)
+        scale, slots = scaler.applied(), [slot for slot in self._slots if not _is_input(slot.model)]
+        grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in slots]
+        averages = ranks.average([slot.model for slot in slots], grads, scaler)
         mark = Mark(scale)
-        for slot, average in zip(self._slots, averages, strict=True):
+        for slot, average in zip(slots, averages, strict=True):
             if average is not None:
                 if slot.reached is None:  # on other ranks only
                     slot.earlier = slot.model.grad
@@ -206,7 +214,7 @@ class PassGradients:
             ran: whether a backward has run from the scaled loss.
         """
         # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
-        trained = [slot.reached for slot in self._slots if not bridge.is_frozen(slot.model)]
+        trained = [slot.reached for slot in self._slots[: self._stepped] if not bridge.is_frozen(slot.model)]
         came = [grad for grad in trained if grad is not None]
         if not came:
             run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "

@@ -257,8 +257,9 @@ class PassScaling:
             self._warns_of_unnamed = False
             warn_user(
                 f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{listed(bridge.parameter_names(alone))}: it does not move, and its gradient stays multiplied by the "
-                "loss scale. Give it to an optimizer and name that one as well, or set requires_grad = False on it"
+                f"{listed(bridge.parameter_names(alone))}: it does not move. Give it to an optimizer and name that one "
+                "as well, or set requires_grad = False on it, unless you want its gradient only: that of a Parameter "
+                "stays multiplied by the loss scale, that of another tensor is divided"
             )
 
     def wrap(self, optimizer: Any, num_loss: int) -> OptimWrapper:

@@ -153,6 +153,71 @@ def test_a_pass_says_once_that_it_reaches_what_no_optimizer_has(queue: cl.Comman
     assert len(others) == (held == "by a netcl optimizer")
 
 
+def _one_pass(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    scaled(handle, loss(), optimizer)
+
+
+def _two_passes(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    scaled(handle, loss(), optimizer)
+    scaled(handle, loss(), optimizer)
+
+
+def _two_backwards(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    with handle.scale_loss(loss(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        scaled_loss.backward()
+
+
+def _after_a_backward_of_its_own(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    loss().backward()
+    optimizer.params[0].grad = None
+    scaled(handle, loss(), optimizer)
+
+
+def _an_overflow(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    scaled(handle, ag.mul(loss(), 2.0**9), optimizer)
+
+
+def _inside_another(handle: Any, optimizer: Any, loss: Callable[[], Any]) -> None:
+    with handle.scale_loss(loss(), optimizer) as outer:
+        scaled(handle, loss(), optimizer)
+        outer.backward()
+
+
+_LOOKED_AT: dict[str, tuple[Callable[[Any, Any, Callable[[], Any]], None], float]] = {  # and how often x counts in it
+    "one pass": (_one_pass, 1),
+    "two passes": (_two_passes, 2),
+    "two backwards": (_two_backwards, 2),
+    "after a backward of its own": (_after_a_backward_of_its_own, 2),
+    "an overflow": (_an_overflow, 2**9),
+    "inside another": (_inside_another, 2),
+}
+
+
+@pytest.mark.parametrize("way", _LOOKED_AT)
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:.*no optimizer has", "ignore:.*a loss that was not scaled")
+def test_the_gradient_of_an_input_is_the_true_one_after_a_pass(
+    queue: cl.CommandQueue, dtype: str, stored: str, way: str
+) -> None:
+    """As attacks on models and maps of what they look at read it; what has none is no input."""
+    weight, x = parameter(queue, 3.0, 3.0), to_device(queue, np.ones(2), stored)
+    x.requires_grad = True
+    optimizer = SGD([weight], lr=1.0)
+    handle = amp.init(dtype=dtype, loss_scale=ScaleRule(initial=1024.0) if dtype == "float16" else "auto")
+
+    def loss() -> Any:
+        return ag.sum(amp.cast(ag.mul(ag.tensor(x, requires_grad=True), ag.tensor(weight)), dtype))
+
+    run, counts = _LOOKED_AT[way]
+    run(handle, optimizer, loss)
+    np.testing.assert_array_equal(x.grad.to_host().astype(np.float32), 3 * counts)
+    optimizer.step()
+    assert handle.last_step.stepped
+    assert handle.last_step.repeats == 0 or way == "an overflow"
+
+
 @pytest.mark.parametrize("known", ["by a pass", "by a plain step", "by a word"])
 def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue, known: str) -> None:
     """Optimizers and tensors are known by their addresses, which memory that comes again has again."""
