@@ -18,8 +18,9 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, float_operands, owned_value
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, float_operands
 from clamp.casting.registry import implements, leave_to_netcl_if
+from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import computed
 from clamp.ops.elementwise import elementwise, masked_fill_backward
 from clamp.ops.elementwise import masked_fill as fill_masked
@@ -188,7 +189,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     """a where the condition is not zero, b elsewhere; nothing of the branch not taken gets into the result.
 
     Args:
-        condition: tensor of any dtype that clamp reads, int32 included. It is never cast: a number that half
+        condition: tensor of any dtype that clamp reads, int32 and int64 included. It is never cast: a number that half
             would round to zero is not zero.
 
     Raises:
@@ -196,7 +197,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     """
     if is_scalar(a) and is_scalar(b):
         raise ValueError("where needs at least one Tensor/Node branch")
-    choice = Operand(condition, owned_value(as_node(condition)))
+    choice = Operand(condition, whole_value(as_node(condition)))
     operands, inputs = _with_numbers(casting, a, b)
     bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *_values(inputs))
@@ -207,7 +208,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
 
 def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
     (operand,) = float_operands(casting, x)
-    where = owned_value(as_node(mask))
+    where = whole_value(as_node(mask))
     bridge.require_same_queue("masked_fill", operand.value, where)
     return operand, where
 

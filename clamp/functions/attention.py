@@ -13,10 +13,10 @@ from clamp.casting.operands import (
     as_node,
     bound,
     float_operands,
-    owned_value,
     require_floats,
 )
 from clamp.casting.registry import implements
+from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import kept
 from clamp.ops import attention as ops
 from clamp.ops.rope import rope as rotate
@@ -106,7 +106,7 @@ def rope(
         ValueError: D is odd, or there are not T positions.
     """
     (operand,) = float_operands(casting, x)
-    places = owned_value(as_node(positions))
+    places = whole_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)
     dtype = casting.result_dtype(operand)
     out = rotate(operand.value, places, float(base), inverse=bool(inverse), out_dtype=dtype)

@@ -1,8 +1,8 @@
 """Selecting, adding and comparing by index under autograd, and netcl's tensor-level versions.
 
-Indices are an int32 tensor of any shape, read flat; a floating tensor of whole numbers; or numbers on the host. A
-negative index counts from the end. One that is no place of the axis raises if it comes from the host; on the device it
-cannot: there it is read as NaN and adds to nothing (ops/indexing.py).
+Indices are an int32 or int64 tensor of any shape, read flat; a floating tensor of whole numbers; or numbers on the
+host. A negative index counts from the end. One that is no place of the axis raises if it comes from the host; on the
+device it cannot: there it is read as NaN and adds to nothing (ops/indexing.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, NotOwned, as_node, bound, float_operands, owned_value
 from clamp.casting.policies import Match
 from clamp.casting.registry import implements
@@ -29,7 +29,7 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
     """Indices into an axis of x, as int32 on x's queue; ``name``: what the user called."""
     index = index.value if isinstance(index, Node) else index
     if isinstance(index, Tensor):
-        value = owned_value(index)
+        value = whole_value(index)
         bridge.require_same_queue(name, x, value)
         return _as_int32(value)
     extent = x.shape[axis_of(name, axis, len(x.shape))]
@@ -38,6 +38,18 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
     if wrong.size:
         raise IndexError(f"{name}: index {wrong[0]} out of range for axis {axis} of size {extent}")
     return int32_on_device(host, x.queue)
+
+
+def whole_value(x: TensorLike) -> Tensor:
+    """The tensor of an argument that holds indices, positions or a mask: as ``owned_value``, int64 as int32.
+
+    Raises:
+        NotOwned: it is something else.
+    """
+    value = x.value
+    if getattr(value, "dtype", None) == "int64" and bridge.on_device(value):
+        return ops.narrowed(value)
+    return owned_value(x)
 
 
 def host_integers(index: Any, dtype: Any = np.int64) -> Any:
@@ -182,7 +194,7 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
             raise NotOwned
         idx = int32_on_device(host_integers(idx), queue)
     num_classes = whole_number("one_hot", "num_classes", num_classes, 0)
-    return ops.one_hot(_as_int32(owned_value(idx)), num_classes, out_dtype=dtype)
+    return ops.one_hot(_as_int32(whole_value(idx)), num_classes, out_dtype=dtype)
 
 
 def _as_int32(index: Tensor) -> Tensor:
@@ -200,7 +212,7 @@ def tensor_index_select_backward(
     (grad,) = float_operands(casting, grad_out)
     shape, queue = tuple(int(extent) for extent in x_shape), grad.value.queue
     axis = axis_of("index_select_backward", axis, len(shape))
-    at = _as_int32(owned_value(idx) if isinstance(idx, Tensor) else int32_on_device(host_integers(idx), queue))
+    at = _as_int32(whole_value(idx) if isinstance(idx, Tensor) else int32_on_device(host_integers(idx), queue))
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
 

@@ -182,6 +182,12 @@ def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
     return out
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """int64 numbers as int32: the low half of each, which is the number itself from -2^31 to 2^31 - 1."""
+    low = index_select(bridge.words_of(x), 1, bridge.zeros(x.queue, (1,), "int32"), out_dtype="int32")
+    return bridge.view(low, x.shape)
+
+
 def to_index(x: Tensor) -> Tensor:
     """Whole numbers stored in a floating dtype as a flat int32 tensor (fractions are cut off, as by ``astype``)."""
     out = bridge.empty(x.queue, (x.size,), "int32")

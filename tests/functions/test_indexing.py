@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -10,6 +11,7 @@ import pytest
 from netcl import autograd as ag
 from netcl import nn
 from netcl.ops import indexing as netcl_indexing
+from netcl.ops import lm_ops, norm_rope
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
@@ -162,3 +164,42 @@ def test_adding_in_place_outside_of_amp_and_to_a_cached_weight(queue: cl.Command
         target = to_device(queue, np.ones((3, 2)), "float16")
         netcl_indexing.index_add(target, 0, [1], to_device(queue, np.ones((1, 2))))
         np.testing.assert_array_equal(to_numpy(target), [[1, 1], [2, 2], [1, 1]])
+
+
+_PLACES, _MASK, _LABELS = [1, 5, -3], VALUES[0] > 0, [0, 0, 1, 1, 2, 2]
+_WHOLE: dict[str, Any] = {  # what takes whole numbers: of x (6, 5), of their tensor, and the numbers
+    "index_select": (lambda x, at: ag.index_select(x, 0, at), _PLACES),
+    "gather": (lambda x, at: ag.gather(x, 0, at), _PLACES),
+    "embedding": (ag.embedding, _PLACES),
+    "index_add": (lambda x, at: ag.index_add(x, 0, at, ag.narrow(x, 0, 0, 3)), _PLACES),
+    "one_hot": (lambda x, at: ag.one_hot(at, 6), [1, 5, 0]),
+    "rope": (lambda x, at: ag.rope(ag.narrow(x, 1, 0, 4), at), [0, 1, 70_001, 5, 3, -2]),
+    "masked_fill": (lambda x, at: ag.masked_fill(x, at, -5.0), _MASK),
+    "where": (lambda x, at: ag.where(ag.tensor(at), x, 0.0), _MASK),
+    "cross_entropy_indices": (ag.cross_entropy_indices, [0, 4, 2, -100, 1, 1]),
+    "batch_hard_triplet_loss": (ag.batch_hard_triplet_loss, _LABELS),
+    "batch_all_triplet_loss": (ag.batch_all_triplet_loss, _LABELS),
+    "rope of tensors": (lambda x, at: norm_rope.rope(ag.narrow(x, 1, 0, 4).value, at), [0, 1, 70_001, 5, 3, -2]),
+    "masked_fill of tensors": (lambda x, at: lm_ops.masked_fill(x.value, at, -5.0), _MASK),
+    "index_select of tensors": (lambda x, at: netcl_indexing.index_select(x.value, 0, at), _PLACES),
+    "its gradient": (lambda x, at: netcl_indexing.index_select_backward(x.value, (9, 5), 0, at), [1, 5, 8, 3, 3, 0]),
+}
+
+
+@pytest.mark.parametrize("what", _WHOLE)
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_int64_is_read_as_int32(queue: cl.CommandQueue, dtype: str, what: str, amp_on: None) -> None:
+    """numpy's and PyTorch's integers are of 64 bits; netcl's kernels read these as twice as many of 32."""
+    function, numbers = _WHOLE[what]
+    results = []
+    for kind in ("int32", "int64"):
+        x = leaf(queue, VALUES[0], dtype)
+        made = function(x, Tensor.from_host(queue, np.asarray(numbers).astype(kind), dtype=kind))
+        out = made.value if isinstance(made, Node) else made
+        if isinstance(made, Node):
+            ag.sum(made).backward()
+        results.append((out.dtype, to_numpy(out), to_numpy(x.value.grad) if isinstance(made, Node) else 0))
+    (dtype_32, value_32, grad_32), (dtype_64, value_64, grad_64) = results
+    assert dtype_64 == dtype_32
+    np.testing.assert_array_equal(value_64, value_32)
+    np.testing.assert_array_equal(grad_64, grad_32)
