@@ -66,8 +66,9 @@ def require_readable_gradient(optimizer: Any, param: Tensor) -> None:
     """Raises where netcl's step could not read a parameter's gradient, or would read beyond its end.
 
     Raises:
-        TypeError: it is no tensor, or netcl's kernel would take what is not float32 for it.
-        ValueError: it has another number of elements, or is not on the parameter's device.
+        TypeError: it is no tensor, or of another dtype than the step's.
+        ValueError: it has another number of elements, another shape where numpy steps, or is not on the parameter's
+            device.
     """
     grad, name = param.grad, f"{type(optimizer).__name__}.step()"
     if not isinstance(grad, Tensor):
@@ -76,17 +77,22 @@ def require_readable_gradient(optimizer: Any, param: Tensor) -> None:
         if param.array is None or grad.array is None:
             raise ValueError(f"{name}: a parameter on netcl's numpy backend, or its gradient, has no array")
         return
-    reads_memory = isinstance(optimizer, SGD | Adam | AdamW)  # the others compute in numpy
-    for what, dtype in (("parameter", param.dtype), ("gradient", grad.dtype)) if reads_memory else ():
-        if canonical_dtype(dtype) != "float32":
+    reads_memory = isinstance(optimizer, SGD | Adam | AdamW)  # the others compute in numpy, parameter by parameter
+    for what, dtype in (("parameter", param.dtype), ("gradient", grad.dtype)):
+        if canonical_dtype(dtype) not in ("float32", None if reads_memory else canonical_dtype(param.dtype)):
             raise TypeError(
                 f"{name}: the {what} of shape {tuple(param.shape)} is {dtype}, and netcl's optimizers step in float32: "
                 "cast it, Tensor.from_host(queue, x.to_host().astype(numpy.float32))"
             )
-    if reads_memory and (grad.buffer is None or grad.size != param.size):
+    wrong = "" if grad.size == param.size else "another number of elements"
+    if reads_memory and grad.buffer is None:
+        wrong = "no storage on its device"
+    elif not (wrong or reads_memory) and tuple(grad.shape) != tuple(param.shape):
+        wrong = "as many elements in another shape, which numpy would broadcast"
+    if wrong:
         raise ValueError(
             f"{name}: the gradient of shape {tuple(grad.shape)} of a parameter of shape {tuple(param.shape)} has "
-            f"{'no storage on its device' if grad.buffer is None else 'another number of elements'}"
+            f"{wrong}"
         )
 
 

@@ -251,7 +251,7 @@ def test_a_gradient_of_16_bits_is_read_as_what_it_is(queue: cl.CommandQueue, nam
             assert values_of(loop) == values_of(alone)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd, momentum", "adam", "adamw"])
+@pytest.mark.parametrize("name", STEPPED_BY)
 @pytest.mark.parametrize(
     ("grad", "error", "says"),
     [
@@ -276,6 +276,16 @@ def test_a_gradient_that_no_step_can_read_is_refused_before_any_parameter_moves(
         loop.params[1].grad = None
         loop.optimizer.step()
     assert values_of(loop)[0] != before[0]
+
+
+def test_a_gradient_that_numpy_would_broadcast_is_refused_before_any_parameter_moves(queue: cl.CommandQueue) -> None:
+    loop = Loop(queue, STEPPED_BY["rmsprop"], [(4,), (4,)])
+    before = values_of(loop)
+    for param, shape in zip(loop.params, [(4,), (2, 2)], strict=True):
+        param.grad = Tensor.from_host(queue, np.ones(shape, np.float32))
+    with amp.init(), pytest.raises(ValueError, match="in another shape"):
+        loop.optimizer.step()
+    assert values_of(loop) == before
 
 
 def test_what_a_gone_optimizer_left_is_nobody_elses(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
