@@ -241,6 +241,12 @@ def test_banned(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
         ('[half]\n"m.f" = "x"\n[float]\n"m.f" = "y"\n', r"'m\.f' is already listed as half"),
         ("[half\n", r"line 1"),
         ("half = 1\n", r"line 1: half must be a table"),
+        ('[half]\n"netcl.autograd.sofmax" = "x"\n', r"line 2: there is no function 'netcl\.autograd\.sofmax'"),
+        ('[half]\n"netcl.nothing.f" = "x"\n', r"line 2: there is no function"),
+        ('[half]\n"netcl.nn.layers.Linear.forward" = "x"\n', r"line 2: there is no function .*amp\.register"),
+        ('[half]\n"netcl.nn.layers.Linear" = "x"\n', r"line 2: there is no function"),
+        ('[half]\n"clamp.amp.nothing" = "x"\n', r"line 2: there is no function"),
+        ('[half]\n"netcl.autograd.tanh" = "x"\n[float]\n"netcl.nn.functional.tanh" = "y"\n', r"line 4: .* by another"),
     ],
 )
 def test_a_malformed_list_file(handle: amp.AmpHandle, tmp_path: Path, text: str, message: str) -> None:

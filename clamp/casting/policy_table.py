@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -216,19 +219,19 @@ class PolicyTable:
         """The table with the functions of ``white`` in half and those of ``black`` in fp32.
 
         Raises:
-            PolicyError: a name is on both lists, or no function has it.
+            PolicyError: a function is on both lists, under whichever of its names, or no function has a name.
             TypeError: white or black is no list of names.
         """
         white = set(names_in("custom_white_list", white))
         black = set(names_in("custom_black_list", black))
-        if both := white & black:
-            raise PolicyError(f"on the custom white list and on the custom black list: {', '.join(sorted(both))}")
         for name in sorted(white | black):
             if not self.find(name):
                 raise PolicyError(f"custom list: no function named {name!r}; `python -m clamp lists` prints all names")
         if not white | black:
             return self
         white, black = ({entry.name for name in names for entry in self.find(name)} for names in (white, black))
+        if both := white & black:
+            raise PolicyError(f"on the custom white list and on the custom black list: {', '.join(sorted(both))}")
         table = self._with_policy(CastPolicy.HALF, lambda entry: entry.name in white)
         return table._with_policy(CastPolicy.FLOAT, lambda entry: entry.name in black)
 
@@ -284,15 +287,50 @@ def netcl_defects() -> Mapping[str, str]:
 
 
 def read_list(path: str | Path) -> list[Entry]:
-    """Entries of a user's list file.
+    """Entries of a user's list file. One that only hands over to a listed function stands for that.
 
     Raises:
-        PolicyError: the file cannot be read or is malformed; the message gives file, line and key.
+        PolicyError: the file cannot be read or is malformed, or names what netcl, or a module that is imported, has no
+            function for; the message gives file, line and key.
         TypeError: path is none.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
-    return parse_list(_text_of(path), str(path))
+    text, found = _text_of(path), dict[str, Entry]()
+    for entry in parse_list(text, str(path)):
+        name, where = _listed_name(entry), f"{path}, line {_line_of(text, entry.name)}: "
+        if name is None:
+            raise PolicyError(
+                f"{where}there is no function {entry.name!r}; `python -m clamp lists` prints those of netcl. A method "
+                "of yours is registered: amp.register(Class, name, policy)"
+            )
+        if name in found:
+            policy = found[name].policy.value
+            raise PolicyError(f"{where}{entry.name!r} is already listed as {policy} by another name, {name!r}")
+        found[name] = replace(entry, name=name)
+    return list(found.values())
+
+
+def _listed_name(entry: Entry) -> str | None:
+    """Returns the name that the shipped lists have for what a user's entry names, or its own; None if there is no such
+    function, as far as its module is imported (netcl's are for that)."""
+    table = default_table()
+    name = table.called_by(entry.name)
+    if name in table:
+        return name
+    is_netcls = entry.module.startswith("netcl.")
+    if is_netcls:
+        with suppress(ImportError):
+            import_module(entry.module)
+    parent, _, last = entry.module.rpartition(".")
+    module = sys.modules.get(entry.module)
+    if module is None:
+        return None if is_netcls or hasattr(sys.modules.get(parent), last) else entry.name
+    function = getattr(module, entry.function, None)
+    if not callable(function) or isinstance(function, type):
+        return None
+    same = (x.name for x in table if getattr(sys.modules.get(x.module), x.function, None) is function)
+    return next(same, entry.name)
 
 
 def rules_for(

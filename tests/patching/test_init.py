@@ -21,6 +21,7 @@ import pytest
 from netcl import autograd as ag
 from netcl.autograd import matmul_op  # bound before init, as users' scripts do
 from netcl.autograd.engine import Node, Tape
+from netcl.nn import functional as F
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp import amp
@@ -157,6 +158,7 @@ def test_a_failing_init_leaves_netcl_alone() -> None:
         {"loss_scale": -1.0},
         {"custom_white_list": ["no_such_function"]},
         {"custom_white_list": ["softmax"], "custom_black_list": ["softmax"]},
+        {"custom_white_list": ["softmax"], "custom_black_list": ["netcl.nn.functional.softmax"]},
         {"lists": "/no/such/file.toml"},
     ):
         with pytest.raises(ValueError, match=r"."):
@@ -182,6 +184,14 @@ def test_a_listed_module_imported_later_is_met(tmp_path: Path, monkeypatch: pyte
     handle.shutdown()
     assert not hasattr(module.double, "__wrapped__")
     del sys.modules["late_ops"]
+
+
+@pytest.mark.parametrize("module", ["netcl.autograd", "netcl.nn.functional", "netcl.autograd.ops"])
+def test_a_list_file_means_a_function_by_any_of_its_names(queue: cl.CommandQueue, tmp_path: Path, module: str) -> None:
+    (tmp_path / "my.toml").write_text(f'[half]\n"{module}.softmax" = "A test."\n')
+    x = ag.tensor(to_device(queue, [[1.0, 2.0]]))
+    with amp.init(lists=tmp_path / "my.toml"):
+        assert (ag.softmax(x).value.dtype, F.softmax(x).value.dtype) == ("float16", "float16")
 
 
 def test_a_function_kept_meanwhile_is_netcls_after_shutdown(queue: cl.CommandQueue) -> None:
