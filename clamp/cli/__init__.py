@@ -8,6 +8,7 @@ need are missing, because it is what a user runs when something is.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
             status = run(args)
+            sys.stdout.flush()
     except NoDeviceError as error:
         print(error, file=sys.stderr)
         return 1
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # who reads has what it wants: `doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or python complains when it flushes at its end
+        return 1
     return status
 
 
@@ -235,7 +240,7 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
     "warm": ("clamp.cli.warm:run", "compile what training steps need before they do: for images and CI", (
         _device(),
         _option("--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
-                help="mlp, cnn, lm (all three), or a training script, which is run until its second step is done"),
+                help="mlp, cnn, lm (all three), or a script that turns AMP on, run until its second step is done"),
         _option("--list", action="store_true",
                 help="compile everything anew, keep nothing, and print what each program takes"),
     )),

@@ -68,7 +68,8 @@ def run(args: Namespace) -> int:
         problem = self_check(device)
         failures += bool(problem)
         print(f"  {'self-check':<16} {f'FAILED: {problem}' if problem else 'ok: products and casts agree with numpy'}")
-    print(f"\n{len(chosen)} devices, {f'{failures} failed' if failures else 'all well'}")
+    count = f"{len(chosen)} device{'s' * (len(chosen) != 1)}"
+    print(f"\n{count}, {f'{failures} failed' if failures else 'all well'}")
     for device in chosen:
         print(sentence(device, _SECONDS / len(chosen)))
     return 1 if failures else 0
@@ -81,7 +82,7 @@ def _vendors() -> str:
         note = "" if intel_cpu_runtime() is None else " (Intel's CPU runtime is registered there)"
         return f"not set: drivers of the system{note}"
     path = Path(folder)
-    by_clamp = path.name.startswith("vendors-") and path.parent.name == "clamp"
+    by_clamp = f"{path.parent.name}/{path.name}".startswith("clamp/vendors-") or path.name.startswith("clamp-vendors-")
     return f"{folder} (set by {'clamp, which adds the pip-installed CPU runtime' if by_clamp else 'you'})"
 
 

@@ -104,6 +104,8 @@ def _hindrance(report: Path) -> str:
     """Returns why a report cannot be written, before hours of training; an empty text if nothing is known."""
     if not report.parent.is_dir():
         return f"cannot write {report}: there is no folder {report.parent}"
+    if report.is_dir() or not os.access(report if report.exists() else report.parent, os.W_OK):
+        return f"cannot write {report}: it is a folder" if report.is_dir() else f"cannot write {report}: not permitted"
     missing = [name for name in _NEEDED_BY_PAGES if report.suffix != ".json" and find_spec(name) is None]
     return f"--report needs {missing[0]}: pip install {missing[0]}, or write JSON, run.json" if missing else ""
 
@@ -112,7 +114,7 @@ def _sum_up(handle: AmpHandle, report: Path | None) -> int:
     """Prints what the run did, where it is not taken for what the script prints, and writes the report."""
     if not handle.is_active():
         return 0
-    print(handle.summary(), file=sys.stderr)
+    print(handle.summary().of_run, file=sys.stderr)
     if report is None:
         return 0
     try:

@@ -70,6 +70,7 @@ class RunLog:
             self._region.dtype, reports.steps, reports.skips, list(scaling.history),
             scaling.scale if scaling.first.scales else None, programs, seconds,
             rules={} if modules is None else {str(rule): paths for rule, paths in modules.decided().items()},
+            repeated=reports.repeated,
         )  # fmt: skip
         known = replace(known, **self._tried(step, reports.steps))
         seen, side = self.counter, None if known.trial is None else known.trial.amp

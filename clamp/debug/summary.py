@@ -173,6 +173,7 @@ class Summary:
         rules: those for modules, in words, with the paths of the modules that each has decided about.
         updates: which of its updates rounding loses, of weights in 16 bits without fp32 masters; None without one.
         memory: what device memory was held for in it; None without one.
+        repeated: of how many steps backward was run again.
     """
 
     dtype: str
@@ -191,6 +192,7 @@ class Summary:
     rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     updates: LostUpdates | None = None
     memory: MemoryReport | None = None
+    repeated: int = 0
 
     @property
     def verdict(self) -> Gain | None:
@@ -198,11 +200,13 @@ class Summary:
         return None if self.trial is None else judge(self.trial)
 
     def __str__(self) -> str:
+        return "\n\n".join([self.of_run, "\n".join(self._of_verdict())])
+
+    @property
+    def of_run(self) -> str:
+        """All but what AMP gains, or how to measure that, in words."""
         updates = [str(self.updates)] if self.updates else []
-        blocks = [
-            *(self._head(), self._ops(), self._of_casts(), self._memory(), self._of_ranges(), updates),
-            self._of_verdict(),
-        ]
+        blocks = self._head(), self._ops(), self._of_casts(), self._memory(), self._of_ranges(), updates
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     __repr__ = __str__
@@ -211,7 +215,9 @@ class Summary:
 
     def _head(self) -> list[str]:
         scale = "no loss scaling" if self.loss_scale is None else f"loss scale {self.loss_scale:.8g}"
-        lines = [f"AMP {self.dtype}: {self.steps} steps, {self.skips} skipped, {scale}"]
+        repeated = f", {self.repeated} repeated" if self.repeated else ""
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}, {self.skips} skipped{repeated}"
+        lines = [f"AMP {self.dtype}: {steps}, {scale}"]
         for rule, paths in self.rules.items():
             shown = ", ".join(path or "the model" for path in paths[:_PATHS])
             more = f" and {len(paths) - _PATHS} more" if len(paths) > _PATHS else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -589,6 +590,7 @@ def test_a_process_of_its_own(queue: cl.CommandQueue, tmp_path: Path) -> None:
     [
         (["nowhere.py"], 2, "there is no script nowhere.py"),
         (["--report", "nowhere/run.html", "there.py"], 1, "there is no folder nowhere"),
+        (["--report", "folder", "there.py"], 1, "cannot write folder: it is a folder"),
         (["--report", "run.html", "there.py"], 1, "--report needs jinja2: pip install jinja2, or write JSON"),
     ],
 )
@@ -598,10 +600,24 @@ def test_what_is_wrong_before_the_script_runs(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("there.py").write_text("raise AssertionError", encoding="utf-8")
+    Path("folder").mkdir()
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["run", *arguments]) == status
     assert message in capsys.readouterr().err
     assert session.active_handle() is None
+
+
+def test_a_reader_that_has_left_is_no_error_of_clamps(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("print('enough')", encoding="utf-8")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "clamp", "run", "says.py"]
+    with open(writer, "wb") as pipe:
+        ended = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": ""}, stdout=pipe, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, "BrokenPipe" in ended.stderr, "0 steps" in ended.stderr) == (1, False, True)
 
 
 # ---------------------------------------------------------------------------------------------- examples
