@@ -275,15 +275,23 @@ def default_table() -> PolicyTable:
     return PolicyTable(entries, calls)
 
 
-@cache
 def netcl_defects() -> Mapping[str, str]:
     """netcl's functions that are wrong in float32, by full name, and what is wrong.
 
     clamp's run in their place wherever patches are installed, where nothing is cast too.
     """
-    text = files("clamp.lists").joinpath(_DEFECTS).read_text(encoding="utf-8")
-    defects: dict[str, str] = tomllib.loads(text)["defects"]
-    return defects
+    return _defects()["defects"]
+
+
+def netcl_misreads() -> Mapping[str, str]:
+    """netcl's functions whose kernels take every tensor for float32, also where all are of one other dtype, by full
+    name, with the reason."""
+    return _defects()["misreads"]
+
+
+@cache
+def _defects() -> Mapping[str, Mapping[str, str]]:
+    return tomllib.loads(files("clamp.lists").joinpath(_DEFECTS).read_text(encoding="utf-8"))
 
 
 def read_list(path: str | Path) -> list[Entry]:

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from clamp.bridge import HALF_DTYPES, Module, Node, Parameter, Tensor
+from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, canonical_dtype, on_device
 from clamp.casting.arguments import CastArguments, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, Promote
-from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects
+from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
 from clamp.casting.regions import Region, called_in, casting_region, current_region, in_region
 from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
@@ -73,9 +73,33 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         try:
             return function(casting, *args, **kwargs)
         except NotOwned:
+            _refuse_misread(entry, wrapped, args, kwargs)
             return _run_widened(entry, wrapped, args, kwargs)
 
     return call
+
+
+_INDICES = frozenset({"idx", "labels"})  # which netcl reads on the host, in any dtype
+
+
+def _refuse_misread(entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises TypeError where netcl's function, which a call is left to, would take a tensor's bytes for numbers of
+    another dtype: its kernels have the dtype of one tensor for all of them, and some have float32 whatever they get."""
+    given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    dtypes = {
+        name: "float32" if tensor.dtype in STORAGE else canonical_dtype(tensor.dtype)
+        for name, x in given.items()
+        if isinstance(tensor := x.value if isinstance(x, Node) else x, Tensor)
+        and name not in _INDICES
+        and on_device(tensor)
+    }
+    foreign = [(name, dtype) for name, dtype in dtypes.items() if dtype != "float32"]
+    if foreign and (len(set(dtypes.values())) > 1 or entry.name in netcl_misreads()):
+        name, dtype = foreign[0]
+        raise TypeError(
+            f"{entry.function}: {name} is {dtype}, which netcl's kernel would misread: pass a float32, float16 or "
+            "bfloat16 tensor (indices, labels and positions: int32)"
+        )
 
 
 def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:

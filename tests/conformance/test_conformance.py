@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,47 @@ def test_special_values(queue: cl.CommandQueue, amp_dtype: str, op: Op, storage:
             assert error.passes, f"{op.name}: {error}; inputs {arrangement.stored}"
             if op.exact:
                 np.testing.assert_array_equal(np.signbit(to_numpy(result.value)), np.signbit(want))
+
+
+# ------------------------------------------------------------------------------------------------- other dtypes
+
+_OTHERS = ("float64", "int32", "int64")
+
+
+def _namesakes(op: Op) -> list[str]:
+    """The op and netcl's functions of bare tensors that are called as it is."""
+    names = (op.function, {"matmul_op": "matmul", "sum": "reduce_sum"}.get(op.function))
+    return [op.name, *(x for x in OWNED if x != op.name and ".autograd." not in x and x.rpartition(".")[2] in names)]
+
+
+@pytest.mark.parametrize("amp_dtype", ["float16"], indirect=True)
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name.removeprefix("netcl.")) for op in ops.TABLE])
+def test_other_dtypes_are_read_as_what_they_are_or_refused(queue: cl.CommandQueue, amp_dtype: str, op: Op) -> None:
+    """One tensor of them, and all: never is one dtype read as another."""
+    case = op.cases[0]
+    whole = [
+        values if values.dtype.kind == "i" else np.round(3 * values)
+        for values in arrange(op, case, "float32", amp_dtype).stored
+    ]
+    args, kwargs = filled(case, whole)
+    with np.errstate(all="ignore"):
+        want = [np.asarray(x, float) for x in outputs(op.reference(*args, **kwargs))]
+    floating = {place for place, values in enumerate(whole) if values.dtype.kind != "i"}
+    together = [({place}, _OTHERS[place % 3]) for place in range(len(whole))] + [(floating, "float64")]
+    for name, (places, other) in product(_namesakes(op), together):
+        given = []
+        for place, values in enumerate(whole):
+            dtype = other if place in places else "float32" if place in floating else "int32"
+            tensor = Tensor.from_host(queue, np.ascontiguousarray(values.astype(dtype)), dtype=dtype)
+            given.append(Node(value=tensor) if ".autograd." in name and place in floating else tensor)
+        args, kwargs = filled(case, given)
+        try:
+            results = outputs(netcl_function(name)(*args, **kwargs))
+        except (TypeError, ValueError, AttributeError, IndexError, cl.Error):
+            continue  # clamp's error, or one of netcl's
+        for result, expected in zip(results, want, strict=False):
+            got, close = to_numpy(getattr(result, "value", result)), 0.01 * np.abs(expected).max(initial=1)
+            np.testing.assert_allclose(got, expected, 0.01, close, err_msg=f"{name}: {other} at {places}")
 
 
 # ---------------------------------------------------------------------------------------- sums of a million terms
