@@ -21,7 +21,6 @@ from netcl.ops import elementwise
 
 from clamp.bridge import HALF_DTYPES, Node, TensorLike
 from clamp.casting.policy_table import CastPolicy, Entry
-from clamp.functions.recompute import is_recomputing
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
 from clamp.patching.patch_registry import meets, replaces
@@ -45,16 +44,6 @@ def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     if isinstance(x, Node):
         return wrapped(x)
     return elementwise.gelu(x, approximate=instance.approximate)
-
-
-@meets("netcl.nn.batchnorm._compute_stats_device")
-def batch_statistics(
-    wrapped: Any, instance: None, /, x: Any, running_mean: Any = None, running_var: Any = None, *args: Any, **more: Any
-) -> Any:
-    """Statistics of a batch, with which running ones move; they have, where a checkpointed forward is run again."""
-    if is_recomputing():
-        running_mean = running_var = None
-    return wrapped(x, running_mean, running_var, *args, **more)
 
 
 # Attention.

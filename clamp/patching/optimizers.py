@@ -225,6 +225,6 @@ def _clip(wrapped: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     if wrapped.__name__ == "clip_grad_norm_device":
         return norms.clip(grads, float(longest))
     (norm,) = norms.read()
-    if not norm <= longest and norm != 0:
+    if not norm <= longest:
         norms.clip(grads, float(longest))
     return norm

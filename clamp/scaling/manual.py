@@ -57,8 +57,6 @@ _living_lock = threading.RLock()
 def stages() -> Hashable:
     """The stages of optimizers that some scaler has unscaled or stepped since its last update: what the next call does
     depends on them."""
-    if not _living:
-        return ()
     with _living_lock:
         living = list(_living)
     rounds = [(id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items())]

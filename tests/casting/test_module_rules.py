@@ -504,7 +504,7 @@ def test_16_bits_are_refused_where_all_is_float32() -> None:
     [
         ({"haed": "float32"}, r"no module has a path that 'haed' matches \(near: head\)\.$"),
         ({"layers.7": "float32"}, r"near: layers\.\d, layers\.\d, layers\.\d"),
-        ({"zzz": "float32"}, r"there are head, head\.inner, layers\.0, layers\.1, layers\.2"),
+        ({"zzz": "float32"}, r"there are head, head\.inner, layers\.0, layers\.1, layers\.2\)"),
         ({"*": "float32", "head": "bfloat16"}, r"'head' decides about no module: '\*', which stands before it, matches "
          r"'head' first\. Write 'head' before it"),
         ({"a": "float32", "b": "float32"}, "no module has a path that 'a' .*; no module has a path that 'b'"),
@@ -512,6 +512,7 @@ def test_16_bits_are_refused_where_all_is_float32() -> None:
 )  # fmt: skip
 def test_a_rule_for_no_module_is_warned_of_once(queue: cl.CommandQueue, rules: dict[str, str], says: str) -> None:
     net = Net(queue)
+    net.more = Linear(queue, 4, 4)  # of more than five paths, five are named
     with amp.init(modules=rules), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -3,6 +3,7 @@
     python -m tests.mutants --map                                # once, and when tests have changed much: 20 minutes
     python -m tests.mutants --sample 200 --seed 1                # of each room as many
     python -m tests.mutants --sample 20 --rooms kernels/softmax  # or of files
+    python -m tests.mutants --map tests/params --rooms params    # a map of less, in less time
 
 A mutant is run, in a copy of the tree, against the tests of an everyday run that pass its line or build its piece of a
 kernel, until one fails or the time is over. What is left has survived: a test is missing, or no test can be, and then
@@ -45,6 +46,8 @@ ROOMS = {
 }
 # They take long, or look at the tree itself.
 _LEFT_OUT = ("tests/additions", "tests/documents", "tests/mutants", "tests/test_examples.py", "tests/test_wheel.py")
+# The tests that are mapped: of kernels, by what they build; of Python, by the lines they pass, which takes longer.
+_MAPPED = {True: ("tests/ops", "tests/conformance", "tests/functions"), False: ("tests",)}
 _ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": str(HOME / "cache")}
 _PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin")
 _NEAREST, _MOST = 40, 400  # tests for a mutant: at first, and at most
@@ -63,21 +66,28 @@ def copy_tree() -> None:
     shutil.copytree(TREE / "kernels", RIGHT / "kernels", dirs_exist_ok=True)
 
 
-def map_tests() -> None:
-    """Runs the everyday tests once, and keeps which of them pass which line."""
+def map_tests(kernels: bool, paths: list[str]) -> None:
+    """Runs the everyday tests once, or some, and keeps which of them build which kernels, or pass which line."""
     (HOME / "cache").mkdir(mode=0o700, parents=True, exist_ok=True)
-    measured = ("-m", "coverage", "run", "--source=clamp", f"--data-file={HOME / 'coverage'}")
-    command = [sys.executable, *measured, *_PYTEST, *(f"--ignore={path}" for path in _LEFT_OUT)]
-    subprocess.run(command, cwd=TREE, env={**_ENVIRONMENT, "CLAMP_MUTANTS_RECORD": str(HOME / "tests.json")})
-    shutil.rmtree(MAPPED, ignore_errors=True)
-    shutil.copytree(TREE / "clamp", MAPPED / "clamp", ignore=shutil.ignore_patterns("__pycache__", "kernels", "lists"))
+    measured = () if kernels else ("-m", "coverage", "run", "--source=clamp", f"--data-file={HOME / 'coverage'}")
+    chosen = (*(paths or _MAPPED[kernels]), *(f"--ignore={path}" for path in _LEFT_OUT))
+    environment = {**_ENVIRONMENT, "CLAMP_MUTANTS_RECORD": str(_recorded(kernels))}
+    subprocess.run([sys.executable, *measured, *_PYTEST, *chosen], cwd=TREE, env=environment)
+    if not kernels:
+        shutil.rmtree(MAPPED, ignore_errors=True)
+        left_out = shutil.ignore_patterns("__pycache__", "kernels", "lists")
+        shutil.copytree(TREE / "clamp", MAPPED / "clamp", ignore=left_out)
+
+
+def _recorded(kernels: bool) -> Path:
+    return HOME / ("tests-kernels.json" if kernels else "tests.json")
 
 
 class Map:
-    """Which tests to run for a mutant."""
+    """Which tests to run for a mutant of a kernel, or of Python."""
 
-    def __init__(self) -> None:
-        recorded = json.loads((HOME / "tests.json").read_text())
+    def __init__(self, kernels: bool) -> None:
+        recorded = json.loads(_recorded(kernels).read_text())
         self._builds: list[list[str]] = recorded["builds"]
         self._tests: dict[str, tuple[float, list[int]]] = recorded["tests"]
         self._of_build, self._of_function = defaultdict[int, list[str]](list), defaultdict[str, list[str]](list)
@@ -176,7 +186,7 @@ def run(tests: list[str], seconds: float) -> str:
     if code in (None, -signal.SIGXCPU, -signal.SIGKILL):
         return "killed by its time"
     if missing := set(re.findall(r"^ERROR: not found: \S*?(tests/.*)$", said, re.MULTILINE)):
-        return run([test for test in tests if test.partition("[")[0] not in missing], seconds)
+        return run([test for test in tests if not {test, test.partition("[")[0]} & missing], seconds)
     if code == 0:
         return "survived so long" if "the time is over" in said else "survived"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
@@ -212,16 +222,18 @@ def sampled(room: str, rng: random.Random) -> Iterator[Mutant]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("::")[0])
-    parser.add_argument("--map", action="store_true", help="run the everyday tests, and keep what each of them passes")
+    parser.add_argument("--map", nargs="*", help="run the everyday tests, or these, and keep what each of them passes")
     parser.add_argument("--sample", type=int, default=0, help="how many mutants, in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="or beginnings of files' names (%(default)s)")
     parser.add_argument("--seconds", type=float, default=60, help="of processors, for each mutant (%(default)s)")
     asked = parser.parse_args()
     copy_tree()
-    if asked.map:
-        map_tests()
-    tests_of, rooms = Map(), asked.rooms.split(",")
+    rooms = asked.rooms.split(",")
+    kinds = {room.startswith("kernels") for room in rooms}
+    for kernels in () if asked.map is None else sorted(kinds):
+        map_tests(kernels, asked.map)
+    maps = {kernels: Map(kernels) for kernels in kinds}
     listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())["mutants"]
     equivalent = {(each["file"], *each["diff"]) for each in listed}
     for number, room in enumerate(rooms):
@@ -230,7 +242,7 @@ def main() -> None:
             if results["killed"] + results["survived"] >= count:
                 break
             is_known = (mutant.file, *mutant.diff) in equivalent
-            what = "equivalent" if is_known else tried(mutant, tests_of, asked.seconds)
+            what = "equivalent" if is_known else tried(mutant, maps[room.startswith("kernels")], asked.seconds)
             results[what.split()[0] if what.startswith(("killed", "survived")) else what] += 1
             print(f"{mutant.file}:{mutant.line} {what}", *mutant.diff, sep="\n    ", flush=True)
         print(f"{room}, seed {asked.seed}: {dict(results)}", flush=True)

@@ -125,13 +125,15 @@ def _of_python(text: str) -> Iterator[tuple[Place, Callable[[], str | None]]]:
 
 
 def _annotations(text: str) -> Iterator[tuple[Any, Any]]:
-    """From where to where annotations stand, which nothing evaluates, variables of types, which only mypy reads, and
-    ``strict=`` of zip, which nothing that is right comes to."""
+    """From where to where annotations stand, which nothing evaluates, variables of types and overloads, which only mypy
+    reads, ``strict=`` of zip, which nothing that is right comes to, and ``slots=`` of a dataclass, for memory."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.keyword) and node.arg == "strict":
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "slots"):
             yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TypeVar":
             yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        if isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list):
+            yield (node.decorator_list[0].lineno, 0), (node.end_lineno, node.end_col_offset)
         for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if isinstance(part, ast.expr):
                 yield (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)

@@ -382,13 +382,14 @@ WRITES: dict[str, Callable[[Tensor, np.ndarray], Any]] = {
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize("how", WRITES)
 def test_what_a_user_writes_into_a_master_reaches_its_parameter(queue: cl.CommandQueue, how: str, keeps: Any) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
+    other, weight = (Parameter.from_host(queue, np.ones((4, 3), np.float32)) for _ in "12")
     optimizer = SGD([weight], lr=2.0**-6)
     x = ag.tensor(to_device(queue, np.ones((2, 4))))
     with amp.init(dtype="bfloat16"):
-        masters.narrow([weight], "bfloat16", [optimizer], keep_master=keeps)
+        masters.narrow([other, weight], "bfloat16", [optimizer], keep_master=keeps)
         backward(weight, x)  # of what is derived from the weight nothing may stay
-        WRITES[how](optimizer.params[0], np.full((4, 3), 2.0, np.float32))
+        with masters.showing_masters([other]):
+            WRITES[how](optimizer.params[0], np.full((4, 3), 2.0, np.float32))
         np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 2.0))
         np.testing.assert_array_equal(to_numpy(ag.matmul_op(x, ag.tensor(weight)).value), np.full((2, 3), 8.0))
         optimizer.step()

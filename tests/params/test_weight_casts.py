@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,15 @@ def test_weights_that_follow_one_another_are_cast_together(queue: cl.CommandQueu
         assert [launched_casts(queue, params) for _ in range(3)] == [1 + 3, 2, 2]
         assert built_programs() == built
         assert [launched_casts(queue, params[2:]) for _ in range(2)] == [11, 2]
+
+
+def test_few_weights_are_remembered_that_came_first(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "_MOST", 2)
+    params = parameters(queue, 4)
+    with amp.init():
+        for param in params:
+            launched_casts(queue, [param])
+            assert len(weight_cache._followers) <= 2
 
 
 def test_a_weight_that_is_passed_over_does_not_come_along_again(queue: cl.CommandQueue) -> None:
@@ -268,7 +278,9 @@ def test_copies_go_where_no_other_backward_can_follow(queue: cl.CommandQueue, ca
                 seen.clear()
                 made = ag.tensor(x)
                 for layer in model.layers:
-                    made = noting(amp.checkpoint(layer, made) if case == "checkpointed" else layer(made))
+                    # run again in backward, it makes something else of what its function holds
+                    held = partial(lambda layer, held, x: layer(ag.add(x, held)), layer, made)
+                    made = noting(amp.checkpoint(held, made) if case == "checkpointed" else layer(made))
                 other = ag.sum(made) if case == "another loss" else None
                 with handle.scale_loss(error(made), optimizers) as scaled_loss:
                     scaled_loss.backward(retain_graph=case == "retained")

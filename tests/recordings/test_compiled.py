@@ -312,6 +312,7 @@ def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue
     pool = Tensor.from_shape(queue, (64,)).pool_handle.pool
     with amp.init():
         held = [amp.cast(to_device(queue, np.full(200, 3.0)), "float16")]
+        where = bridge.address_of(held[0].buffer)
         x = to_device(queue, np.ones(200))
         graph = CompiledGraph([])
         out = record(graph, lambda x: ag.mul(ag.tensor(x), ag.tensor(held[0])), x)
@@ -326,6 +327,8 @@ def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue
         gc.collect()
         assert pool.stats.bytes_cached > cached
         assert "release" not in vars(pool)
+        free = [Tensor.from_shape(queue, (200,), dtype="float16") for _ in range(cached // 400 + 9)]
+        assert where in {bridge.address_of(tensor.buffer) for tensor in free}
 
 
 def test_recordings_made_one_after_the_other_take_the_same_memory(queue: cl.CommandQueue) -> None:
@@ -355,6 +358,8 @@ def test_memory_that_was_handed_over_is_given_out_once(queue: cl.CommandQueue) -
     assert len({bridge.address_of(handle.buffer) for handle in given}) == len(given)
     for handle in given:
         handle.pool.release(handle)
+    again = [main.allocate(123_456) for _ in given]
+    assert len({bridge.address_of(handle.buffer) for handle in (*given, *again)}) == len(given)
 
 
 def test_memory_that_a_tensor_has_moved_to_is_given_to_nobody_either(queue: cl.CommandQueue) -> None:
