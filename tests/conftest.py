@@ -142,19 +142,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Whoever is told counts them. A reporter keeps what it is told of: 30,000 tests, in whatever looks at all objects.
     config.hook.pytest_deselected(items=items[:1] * len(dropped))
     items[:] = [item for item in items if item not in dropped]
-    # The longest first; and what looks at all objects, as random loops do, is several times as fast in a young process,
-    # of few. What is built optimised comes before what may take that as well as build its own.
-    items.sort(
-        key=lambda item: 0 if _trains_for_long(item) or _looks_at_all(item) else 2 if _is_unoptimised(item) else 1
-    )
+    # The longest first; what is built optimised comes before what may take that as well as build its own.
+    items.sort(key=lambda item: 0 if _trains_for_long(item) else 2 if _is_unoptimised(item) else 1)
 
 
 def _is_random_loop(item: pytest.Item) -> bool:
     return item.path.parent.name == "loop" and item.get_closest_marker("slow") is not None
-
-
-def _looks_at_all(item: pytest.Item) -> bool:
-    return "looks_at_objects_set_aside" in getattr(item, "fixturenames", ())
 
 
 def _trains_for_long(item: pytest.Item) -> bool:
@@ -408,15 +401,6 @@ def old_objects_stay() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "_count_set_aside", lambda: 0)
         yield
-
-
-@pytest.fixture
-def looks_at_objects_set_aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For a test that sets objects aside itself."""
-    monkeypatch.setattr(device_memory, "_count_set_aside", gc.get_freeze_count)
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 _PROGRAMS = 300  # built ones that are kept from test to test

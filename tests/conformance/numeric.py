@@ -29,23 +29,24 @@ class Gradient:
     smooth: Array
 
 
-def gradient(f: Callable[[Array], Array], x: Array, cotangent: Array) -> Gradient:
-    """Central differences of f at x, contracted with the cotangent; f's result may have any shape."""
-    at_x = f(x)
-    value, magnitude, counts = np.zeros(x.shape), np.zeros(x.shape), np.zeros(x.shape, int)
-    smooth = np.ones(x.shape, bool)
-    moved = x.copy()
-    for index in np.ndindex(x.shape):
-        step = _STEP * max(1.0, abs(float(x[index])))
-        moved[index] = x[index] + step
-        right = (f(moved) - at_x) / step
-        moved[index] = x[index] - step
-        left = (at_x - f(moved)) / step
-        moved[index] = x[index]
-        terms = cotangent * (right + left) / 2
-        value[index] = terms.sum()
-        magnitude[index] = np.abs(terms).sum()
-        counts[index] = np.count_nonzero(terms)
-        # A second derivative of 100 still passes for smooth. (np.allclose takes as long as f.)
-        smooth[index] = (np.abs(right - left) <= 2e-3 + 1e-3 * np.abs(left)).all()
+def gradient(f: Callable[[], Array], x: Array, cotangent: Array) -> Gradient:
+    """Central differences of f, which reads x, contracted with the cotangent; f's result may have any shape.
+
+    x is moved in its place, and put back: to put together what f is called with takes as long as most of f.
+    """
+    at_x = f().copy()  # it may be a view of x
+    right, left = (np.empty((x.size, at_x.size)) for _ in "rl")
+    for number, index in enumerate(np.ndindex(x.shape)):
+        here = float(x[index])
+        step = _STEP * max(1.0, abs(here))
+        x[index] = here + step
+        right[number] = ((f() - at_x) / step).ravel()
+        x[index] = here - step
+        left[number] = ((at_x - f()) / step).ravel()
+        x[index] = here
+    terms = cotangent.ravel() * (right + left) / 2
+    # A second derivative of 100 still passes for smooth.
+    smooth = (np.abs(right - left) <= 2e-3 + 1e-3 * np.abs(left)).all(axis=1)
+    counts = np.count_nonzero(terms, axis=1)
+    value, magnitude, smooth = (of.reshape(x.shape) for of in (terms.sum(axis=1), np.abs(terms).sum(axis=1), smooth))
     return Gradient(value, magnitude, int(counts.max(initial=0)), smooth)

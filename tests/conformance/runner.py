@@ -164,17 +164,16 @@ def reference_gradient(
     op: Op, case: Case, storage: str, amp_dtype: str, which_output: int, which_input: int, cotangent_dtype: str
 ) -> Gradient:
     """The gradient of one output with respect to one input, computed once for all devices."""
-    arrangement = arrange(op, case, storage, amp_dtype)
+    values = list(arrange(op, case, storage, amp_dtype).read)
+    values[which_input] = at = values[which_input].copy()  # it alone is moved, of arguments that may be one array
+    args, kwargs = filled(case, values)
 
-    def f(x: Array) -> Array:
-        values = list(arrangement.read)
-        values[which_input] = x
-        args, kwargs = filled(case, values)
+    def f() -> Array:
         return np.asarray(outputs(op.reference(*args, **kwargs))[which_output], np.float64)
 
     shape = reference(op, case, storage, amp_dtype)[which_output].shape
     with np.errstate(all="ignore"):
-        return gradient(f, arrangement.read[which_input], cotangent(shape, cotangent_dtype))
+        return gradient(f, at, cotangent(shape, cotangent_dtype))
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -141,7 +141,12 @@ def named_kernels_only(
     monkeypatch.setattr(Kernel, "on", noting(Kernel.on))
     monkeypatch.setattr(Kernel, "bind", noting(Kernel.bind))
     yield
-    assert launched - _EVERYWHERE <= reached(OWNED[op.name]).files
+    assert launched - _EVERYWHERE <= _named_files(op.name)
+
+
+@cache
+def _named_files(name: str) -> set[str]:
+    return reached(OWNED[name]).files
 
 
 @pytest.mark.kernel

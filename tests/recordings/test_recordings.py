@@ -30,7 +30,7 @@ from netcl.optim import SGD, AdamW
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 
 from clamp import amp, session
-from clamp.bridge import Node, Parameter, Tensor
+from clamp.bridge import Node, Parameter, Tensor, device_memory
 from clamp.recordings import comparison
 from clamp.recordings.code_names import imported
 from clamp.recordings.memory import keepers
@@ -244,12 +244,13 @@ def test_an_eval_graph_recorded_before_training_returns_todays_results(queue: cl
 @pytest.mark.usefixtures("uncompared")
 @pytest.mark.long
 def test_memory_that_only_moved_is_rebound_without_recording_anew(
-    queue: cl.CommandQueue, looks_at_objects_set_aside: None, set_aside: bool
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, set_aside: bool
 ) -> None:
     layer = Linear(queue, 10, 3)
     view = Tensor(layer.weight.buffer, layer.weight.shape, "float32", queue.context, queue)
     if set_aside:
         gc.freeze()
+        monkeypatch.setattr(device_memory, "_count_set_aside", gc.get_freeze_count)
     graph = recorded(Infer(layer), x_of(queue))
     view.of = view  # which only the garbage collector finds
     del view
@@ -264,6 +265,8 @@ def test_memory_that_only_moved_is_rebound_without_recording_anew(
         result = graph(x_of(queue)).to_host()
     np.testing.assert_allclose(result, BATCHES[0] @ (other + 1) + layer.bias.to_host(), rtol=1e-4, atol=1e-4)
     assert len(graph.builds) == 2
+    if set_aside:
+        gc.freeze()  # as it was
 
 
 def test_tensors_that_shared_memory_and_part_are_recorded_anew(queue: cl.CommandQueue) -> None:
