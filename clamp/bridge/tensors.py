@@ -125,6 +125,18 @@ def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dty
     return tensor
 
 
+def from_host(queue: cl.CommandQueue, data: Any, dtype: str) -> Tensor | None:
+    """A tensor of values of the host, as netcl's own; None on a queue that is not the last one."""
+    place = _place
+    if queue is None or place.queue is not queue or Tensor.__init__ is not _own_init:
+        return None
+    buffer, event, release, host, handle = place.like._backend.from_host(data, dtype, return_handle=True)
+    tensor = _made_as(place.like)
+    tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = buffer, handle, np.shape(data), dtype
+    tensor.pending_event, tensor.pending_release, tensor.host_ref = event, release, host
+    return tensor
+
+
 def without_dicts(kind: type, *names: str) -> None:
     """Lets objects of a class have these attributes, which clamp adds, without a dict of their own.
 

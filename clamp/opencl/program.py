@@ -102,19 +102,16 @@ class Launch:
         kernel: nobody else's, with its arguments set, or yet to be set where ``args`` is ``...``.
         args: as for `Kernel.bind`.
         known_as: the kernel that those see who watch.
-        numbers: which of the arguments that change are numbers.
     """
 
     def __init__(
         self, kernel: cl.Kernel, global_size: tuple[int, ...], local_size: tuple[int, ...] | None, args: Sequence[Any],
-        known_as: cl.Kernel | None = None, numbers: Collection[int] = (),
+        known_as: cl.Kernel | None = None,
     ) -> None:  # fmt: skip
         self._kernel, self._global_size, self._local_size, self._args = kernel, global_size, local_size, args
         self._known_as = known_as or kernel
-        places = [place for place, arg in enumerate(args) if arg is ...]
-        # set_arg takes a number for a buffer first, and learns that it is none by an exception of C++: 10 us.
-        set_number = getattr(kernel, "_set_arg_buf", kernel.set_arg)
-        self._set = [partial(set_number if place in numbers else kernel.set_arg, place) for place in places]
+        self._places = [place for place, arg in enumerate(args) if arg is ...]
+        self._setters: tuple[list[type[Any]], list[Callable[[Any], Any]]] = [], []  # the last, by what they set
 
     @classmethod
     def like(
@@ -136,25 +133,39 @@ class Launch:
 
     def __call__(self, queue: cl.CommandQueue, *given: Any) -> None:
         """Launches it with these buffers and numbers in the places that were left open."""
-        if len(given) != len(self._set):
-            raise TypeError(
-                f"a launch of {self._known_as.function_name} leaves {len(self._set)} open, got {len(given)}"
-            )
+        now = list(map(type, given))
+        kinds, setters = self._setters
+        if now != kinds:
+            setters = self._set_up(now)
         try:
             if cl.Kernel.__call__ is not _own_call:
                 changing = iter(given)
                 args = [next(changing) if arg is ... else arg for arg in self._args]
                 self._known_as(queue, self._global_size, self._local_size, *args)
                 return
-            list(map(call, self._set, given))  # without a line of Python's for each
+            list(map(call, setters, given))  # without a line of Python's for each
             cl.enqueue_nd_range_kernel(queue, self._kernel, self._global_size, self._local_size)
         except cl.Error as error:
             explain_shortage(error, f"launching {self._known_as.function_name}")
             raise
 
+    def _set_up(self, kinds: list[type[Any]]) -> list[Callable[[Any], Any]]:
+        """What sets arguments of these types: set_arg finds out by exceptions of C++ which of two kinds of memory one
+        is of, unless it is that of the argument before (2 us), and that one is a number (20 us)."""
+        if len(kinds) != len(self._places):
+            raise TypeError(
+                f"a launch of {self._known_as.function_name} leaves {len(self._places)} open, got {len(kinds)}"
+            )
+        kernel, setters = self._kernel, list[Callable[[Any], Any]]()
+        for place, kind in zip(self._places, kinds, strict=True):
+            name = "_set_arg_svm" if kind is cl.SVM else "_set_arg_buf" if issubclass(kind, np.generic) else "set_arg"
+            setters.append(partial(getattr(kernel, name, kernel.set_arg), place))
+        self._setters = kinds, setters
+        return setters
+
     def unchanged(self, queue: cl.CommandQueue) -> Callable[[], Any] | None:
         """The launch without anything of Python's around it, for when nobody watches; None if arguments change."""
-        if self._set:
+        if self._places:
             return None
         return partial(_own_enqueue, queue, self._kernel, self._global_size, self._local_size)
 
@@ -296,7 +307,7 @@ class Kernel:
         numbers = [place for place, name in enumerate(built.signatures[self.name]) if not name.endswith("*")]
         unset = (0 if place in numbers else None for place in range(len(args)))
         kernel.set_args(*[nothing if arg is ... else arg for arg, nothing in zip(args, unset, strict=True)])
-        return Launch(kernel, global_size, local_size, args, numbers=numbers)
+        return Launch(kernel, global_size, local_size, args)
 
 
 def built_programs() -> int:

@@ -151,6 +151,10 @@ def from_host(
         require_usable(queue)
     if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
         data = to_bf16_host(np.asarray(data).astype(np.float32))
+    if not (args or kwargs) and wrapped.__self__ is Tensor:
+        made = bridge.from_host(queue, data, dtype or "float32")
+        if made is not None:
+            return made
     return wrapped(queue, data, dtype, *args, **kwargs)
 
 
