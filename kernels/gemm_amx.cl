@@ -7,22 +7,19 @@
 // grows with these and not with K: such sums are added up in private memory, a tile for each panel of A. Where its block
 // has all panels of A, it packs those of B itself, one after the other in a place of its own, which stays in its cache.
 //
-//   PACK, or GEMM   which kernel
+// Both kernels are one program: what packs is compiled once for both.
+//
 //   PARTS, DOT_F16, EMULATE   as in amx.clh
-//   PACKS_B   of gemm: B is a matrix, not in panels
-//   IN_T, SRC_T   of what packs: what is multiplied, f16 or bf16; storage type of the matrix: IN_T, or f32, which is
-//           rounded to IN_T
+//   IN_T, SRC_T   what is multiplied, f16 or bf16; storage type of a matrix to be packed: IN_T, or f32, which is rounded
+//           to IN_T
 //   SUM_STEPS   steps whose products are one sum
 //   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
 
 #include "amx.clh"
 
-#if defined(PACK) || defined(PACKS_B)
 #define PANEL_SPACE __global
 #include "amx_pack.clh"
-#endif
 
-#ifdef PACK
 // Work-item (share of the panels, share of the steps, batch). Of B, `is_b`, rows are columns. What f32 is rounded to goes
 // to `copy` as well, if it `copies`.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels, matrix_copy copy,
@@ -36,15 +33,10 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels,
         pack_step(src + get_global_id(2) * stride_batch, panels + t * words, count, steps * words, first * SIDE, t,
                   rows, K, stride_row, stride_k, is_b, copy, copies);
 }
-#endif
 
-#ifdef GEMM
 #define MR SIDE
 #define NR SIDE
 #include "store_tile.clh"
-#ifndef PACKS_B
-#include "transpose_16.clh"
-#endif
 
 // A tile of sums, transposed where it lies: two quarters change places.
 APART void transpose_sums(float *sums) {
@@ -94,40 +86,35 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
 
 // Work-item (block of rows, block of columns, batch): block_a x block_b tiles of C. Rows of a panel of A are a_row bytes
 // apart, its steps a_step, panels a_panel, and matrices a_batch: panels, or 16-bit A itself. C of float32 without bias
-// and relu may be `streamed`. `transposed`, C is N x M, and bias is of M. If it PACKS_B, B's strides are of elements,
-// `panels` has place for SUM_STEPS steps of one a block, and what B is rounded to goes to `copy`, if it `copies`.
+// and relu may be `streamed`. `transposed`, C is N x M, and bias is of M. If it `packs_b`, B is a matrix, its strides are
+// of elements, `panels` has place for SUM_STEPS steps of one a block, and what B is rounded to goes to `copy`, if it
+// `copies`.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 gemm(__global const uchar *A, __global const uchar *B, __global void *C, __global const void *bias,
      __global uint *panels, __global ushort *copy, const ulong M, const ulong N, const ulong K, const ulong a_row,
      const ulong a_step, const ulong a_panel, const ulong a_batch, const ulong b_row, const ulong b_k,
-     const ulong b_batch, const uint block_a, const uint block_b, const int copies, const int transposed,
-     const int streamed, const int out_type, const int bias_type, const int has_bias, const int relu) {
+     const ulong b_batch, const uint block_a, const uint block_b, const int packs_b, const int copies,
+     const int transposed, const int streamed, const int out_type, const int bias_type, const int has_bias,
+     const int relu) {
     const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), batch = get_global_id(2);
     const size_t panels_a = (M + SIDE - 1) / SIDE, panels_b = (N + SIDE - 1) / SIDE;
     const size_t first_a = get_global_id(0) * block_a, end_a = min(first_a + block_a, panels_a);
     const size_t first_b = get_global_id(1) * block_b, end_b = min(first_b + block_b, panels_b);
     float sums[SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS];
     A += batch * a_batch;
-#ifdef PACKS_B
     const size_t block = (batch * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     matrix all_b = (matrix)B + batch * b_batch;
-    panels += block * min(steps, (size_t)SUM_STEPS) * (STEP_BYTES / sizeof(uint));
-#else
     B += batch * b_batch;
-#endif
+    if (packs_b) panels += block * min(steps, (size_t)SUM_STEPS) * (STEP_BYTES / sizeof(uint));
     begin_tiles();
     for (size_t q = first_b; q < end_b; q++)
         for (size_t t = 0; t < steps; t += SUM_STEPS) {
             const size_t count = min((size_t)SUM_STEPS, steps - t);
             const bool is_last = t + count == steps;
-#ifdef PACKS_B
-            lines_b b = (lines_b)panels;
-            for (size_t s = 0; s < count; s++)
+            lines_b b = packs_b ? (lines_b)panels : B + (q * steps + t) * STEP_BYTES;
+            for (size_t s = 0; packs_b && s < count; s++)
                 pack_step(all_b, panels + s * (STEP_BYTES / sizeof(uint)), 1, 0, q * SIDE, t + s, N, K, b_row, b_k, 1,
                           (matrix_copy)copy, copies);
-#else
-            lines_b b = B + (q * steps + t) * STEP_BYTES;
-#endif
             for (size_t p = first_a; p < end_a; p++) {
                 float *total = totals + (steps > SUM_STEPS ? (p - first_a) * SUMS : 0);
                 lines_a a = A + p * a_panel + t * a_step;
@@ -148,4 +135,3 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
         }
     end_tiles();
 }
-#endif

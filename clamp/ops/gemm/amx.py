@@ -55,6 +55,11 @@ class Unit:
         is_half = self.dtype == "float16" and self.parts == 1
         return {"PARTS": self.parts, "DOT_F16": int(is_half), "EMULATE": int(self.emulate)}
 
+    def macros_for(self, source: str) -> dict[str, Any]:
+        """Those of the program of both kernels that packs matrices of this type."""
+        more = {"SUM_STEPS": _SUM_STEPS, "BLOCK_A": _BLOCK_A + 1}
+        return {**self.macros, "IN_T": STORAGE[self.dtype], "SRC_T": STORAGE[source], **more}
+
     @property
     def step_bytes(self) -> int:
         return _PART_BYTES * self.parts
@@ -150,19 +155,18 @@ class Product:
         cores = capabilities(c.queue).compute_units
         block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
-        self._pack_columns, self._own_panels, macros = None, 0, unit.macros
+        self._pack_columns, self._own_panels = None, 0
         strides, copied = (0, 0, panels_b * panel_bytes if columns.batch else 0), False
         if isinstance(columns, Matrix) and grid[0] == 1 and in_turn:
             self._own_panels = prod(grid) * sums // 4
             strides, copied = (columns.stride_row, columns.stride_k, columns.stride_batch), copies
-            macros |= {"PACKS_B": 1, "IN_T": STORAGE[unit.dtype], "SRC_T": STORAGE[columns.tensor.dtype]}
         elif isinstance(columns, Matrix):
             self._pack_columns = _Packing(columns, unit, copies, is_b=True)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
-            block_a, block_b, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags, GEMM=1,
-            SUM_STEPS=_SUM_STEPS, BLOCK_A=_BLOCK_A + 1, **macros,
+            block_a, block_b, self._own_panels > 0, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
+            **unit.macros_for(columns.tensor.dtype if isinstance(columns, Matrix) else unit.dtype),
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
@@ -189,8 +193,7 @@ class _Packing:
         by_steps = min(steps, -(-enough // by_panels))
         self._launch = _PACK.bind(
             queue, (by_panels, by_steps, batches), (1, 1, 1), ..., ..., ..., x.rows, x.k, x.stride_row, x.stride_k,
-            x.stride_batch, is_b, copies, PACK=1, IN_T=STORAGE[unit.dtype], SRC_T=STORAGE[x.tensor.dtype],
-            **unit.macros,
+            x.stride_batch, is_b, copies, **unit.macros_for(x.tensor.dtype),
         )  # fmt: skip
 
     def __call__(self, x: Tensor, copy: Tensor) -> Tensor:
