@@ -59,6 +59,11 @@ def begin_trials(device: cl.Device) -> None:
         trials.begin(device, _WHERE)
 
 
+def is_being_tried(device: cl.Device) -> bool:
+    """Returns whether to ask `why_not` is to wait: what will probably be needed may be built before."""
+    return trials.are_under_way(device, _WHERE)
+
+
 def why_not(device: cl.Device, dtype: str, *, anew: bool = False) -> str:
     """Returns why a CPU device's kernels must not use the matrix unit, or nothing.
 

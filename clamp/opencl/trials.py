@@ -57,6 +57,11 @@ def begin(device: cl.Device, where: str) -> None:
         _begun[key] = process
 
 
+def are_under_way(device: cl.Device, where: str) -> bool:
+    """Returns whether the trials run in a process that nobody has waited for yet."""
+    return (device.int_ptr, where) in _begun
+
+
 def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[str, str]:
     """Returns the verdict of each trial on a device: ``RIGHT``, or what went wrong.
 

@@ -17,9 +17,10 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.opencl.amx import refusal_of_tiles
 from clamp.opencl.device import capabilities
+from clamp.opencl.program import KernelBuildError
 from clamp.ops.cast import cast
 from clamp.ops.engine import always
-from clamp.ops.gemm import amx, gemm, pack_b
+from clamp.ops.gemm import amx, gemm, pack_b, rounds_as_it_reads
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 from tests.launches import forget_prepared_launches
 from tests.mutants import write_wrong
@@ -424,6 +425,27 @@ def test_tiles_of_threads_are_their_own(amx_queue: cl.CommandQueue, other: str) 
     if "no torch" in printed:
         pytest.skip("needs PyTorch")
     assert printed.strip() == "right"
+
+
+@pytest.mark.parametrize(("is_tried", "compiles"), [(True, True), (True, False), (False, True)])
+def test_its_kernels_are_built_while_it_is_tried(
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch, is_tried: bool,
+    compiles: bool,
+) -> None:  # fmt: skip
+    done: list[str] = []
+
+    def on(_: cl.CommandQueue, **macros: Any) -> None:
+        done.append(f"built for {macros['SRC_T']}")
+        if not compiles:
+            raise KernelBuildError
+
+    in_plain_c()
+    monkeypatch.setattr(amx.amx, "is_being_tried", lambda _: is_tried)
+    monkeypatch.setattr(amx, "_GEMM", SimpleNamespace(on=on))
+    monkeypatch.setattr(amx, "fits", lambda _: done.append("waited") is None)
+    x = to_device(queue, np.ones((160, 160), np.float32))
+    assert rounds_as_it_reads(x, x, BF16)
+    assert done == ["built for f32", "waited"][not is_tried :]
 
 
 def test_where_the_registers_are_refused_another_engine_multiplies(amx_queue: cl.CommandQueue) -> None:

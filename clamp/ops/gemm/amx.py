@@ -7,14 +7,18 @@ exactly, and four products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import pyopencl as cl
+
 from clamp import bridge
 from clamp.bridge import STORAGE, Tensor
+from clamp.opencl import amx
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import Kernel, Prepared
+from clamp.opencl.program import Kernel, KernelBuildError, Prepared
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
@@ -88,6 +92,14 @@ def pays(problem: Problem) -> bool:
         return True
     parts = unit_of(problem.device, problem.a_dtype).parts
     return problem.batches * problem.rows * problem.columns * problem.k > _SMALL * parts
+
+
+def expect(queue: cl.CommandQueue, problem: Problem, source: str) -> None:
+    """Builds the kernels of a product whose B is stored as ``source``, if it would only wait for a trial otherwise."""
+    dtype = problem.a_dtype
+    if dtype == problem.b_dtype and dtype in bridge.HALF_DTYPES and amx.is_being_tried(queue.device) and pays(problem):
+        with suppress(KernelBuildError):  # the trial will say so
+            _GEMM.on(queue, **unit_of(problem.device, dtype).macros_for(source))
 
 
 def pack(b: Matrix) -> Panels:

@@ -16,6 +16,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
+from clamp.ops.gemm.amx import expect
 from clamp.ops.gemm.engines import Binds, GemmEngine, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
@@ -171,7 +172,9 @@ def rounds_as_it_reads(
         left, right = operand_a(a, transpose_a), operand_b(b, transpose_b)
         if left.batch and not right.batch and not transpose_a:
             left = left.as_one_matrix()
-        chosen = choose(_problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch)), None)
+        problem = _problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch))
+        expect(b.queue, problem, b.dtype)
+        chosen = choose(problem)
         known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
         _are_rounded.keep(key, known)
     return known
