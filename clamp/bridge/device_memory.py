@@ -19,7 +19,7 @@ from netcl.core.memory import _PERSISTENT_POOLS, PersistentBufferPool
 
 from clamp.bridge.autograd import Node, Tape
 from clamp.bridge.modules import Module
-from clamp.bridge.objects import _has_content, own_attributes
+from clamp.bridge.objects import content_of, own_attributes
 from clamp.bridge.optimizers import is_optimizer
 from clamp.bridge.tensors import Tensor, empty
 from clamp.interrupts import holding
@@ -182,7 +182,7 @@ def _memory_in(x: Any, seen: set[int]) -> Iterator[Any]:
     elif kind is MethodType:
         parts = (x.__self__,)
     elif kind is FunctionType:
-        parts = [cell.cell_contents for cell in x.__closure__ or () if _has_content(cell)]
+        parts = [*map(content_of, x.__closure__ or ())]
     elif kind.__module__.startswith(("netcl.", "clamp.")) and not isinstance(x, type | Module | Tape):
         parts = [*own_attributes(x).values(), *_in_slots(x)]
     else:

@@ -111,17 +111,18 @@ def own_attributes(x: Any) -> dict[str, Any]:
 
 def _variables_of(function: FunctionType) -> list[Any]:
     """Returns what a function's code may name: the variables around it, globals, and its defaults."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _has_content(cell)]
+    cells = map(content_of, function.__closure__ or ())
     named = _names_in(function.__code__) if _is_users(function.__module__ or "") else ()
     scope = function.__globals__
     return [*cells, *(scope[name] for name in named if name in scope), function.__defaults__, vars(function)]
 
 
-def _has_content(cell: Any) -> bool:
+def content_of(cell: Any) -> Any:
+    """Returns what a closure's cell holds; None if nothing has been assigned yet."""
     try:
-        return cell.cell_contents is not None
-    except ValueError:  # not assigned yet
-        return False
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 @cache

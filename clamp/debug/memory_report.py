@@ -119,12 +119,7 @@ class MemoryReport:
         return ["", f"the peak is in {self.peak.where}; there it is held by", *aligned(table, range(4, 6)), *rest]
 
 
-def _short() -> str:
-    """What to say of now where memory is short."""
-    return f"What held device memory then:\n{MemoryReport(memory_now().now, is_short=True)}"
-
-
-SAYS_WHAT_HOLDS_MEMORY.append(_short)
+SAYS_WHAT_HOLDS_MEMORY.append(lambda: f"What held device memory then:\n{MemoryReport(memory_now().now, is_short=True)}")
 
 
 def _held(found: Mapping[str, int]) -> int:

@@ -211,7 +211,7 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
     Raises:
         RuntimeError: a graph steps it, and its ``build`` is not done.
     """
-    if any(optimizer is x for x in building.optimizers):
+    if building.optimizers and any(optimizer is x for x in building.optimizers):
         raise RuntimeError(
             f"build of a Graph has called {type(optimizer).__name__}.step(), and the graph steps its optimizers itself "
             "when build is done, so that they would step twice: leave it out"

@@ -22,7 +22,7 @@ from clamp.bridge import Node, Tensor, address_of
 from clamp.recordings.capture import recording_of
 from clamp.recordings.code_names import is_library
 from clamp.recordings.replay import ReplayPlan
-from clamp.recordings.watched_state import content_of, is_same
+from clamp.recordings.watched_state import is_same
 
 
 def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], brought: Sequence[Tensor]) -> str:
@@ -181,4 +181,4 @@ def _is_same_function(one: FunctionType, other: FunctionType) -> bool:
 
 
 def _cells(function: FunctionType) -> list[Any]:
-    return [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
+    return [*map(bridge.content_of, function.__closure__ or ()), *(function.__defaults__ or ())]

@@ -68,7 +68,7 @@ def record(function: Callable[..., Any]) -> RecordedFunction:
     Returns:
         A function with the same arguments. What it returns is the caller's to keep, as without recording. Nodes that a
         recorded or replayed call returns have no graph, and a backward through them raises RuntimeError: ``backward``
-        belongs into the function. If it runs through what the first call returned, nothing is recorded.
+        belongs into the function. If it runs through what calls returned before one was recorded, none is.
 
     Raises:
         TypeError: the function cannot be called.

@@ -38,7 +38,6 @@ from clamp.recordings.watched_state import (
     PLAIN,
     Values,
     WatchedPart,
-    content_of,
     drawn,
     position,
 )
@@ -252,7 +251,7 @@ class Watch:
         kept = (*known, *[f"{name}.{key}" for key in list(own)])
 
         def read() -> Values:
-            found = (*map(content_of, cells), *map(scope.get, names))
+            found = (*map(bridge.content_of, cells), *map(scope.get, names))
             return (*found, function.__defaults__, function.__code__, *own.values())
 
         def label(values: Values, index: int) -> str:

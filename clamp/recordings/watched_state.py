@@ -70,14 +70,6 @@ def is_same(now: Any, seen: Any) -> bool:
     return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
 
 
-def content_of(cell: Any) -> Any:
-    """Returns what a closure's cell holds; None if nothing has been assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 # ---------------------------------------------------------------------------------------------- generators, iterators
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
