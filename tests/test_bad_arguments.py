@@ -257,3 +257,31 @@ def test_the_documents_name_every_public_name_of_the_handle() -> None:
     text = "".join(file.read_text("utf-8") for file in (root / "README.md", *sorted((root / "docs").glob("*.md"))))
     unnamed = [name for name in dir(amp.AmpHandle) if name[0] != "_" and not re.search(rf"handle\.{name}\b", text)]
     assert not unnamed
+
+
+_TAKE_TENSORS: dict[str, Callable[[Any, Any], Any]] = {  # of x (2, 2) and of what stands where a tensor does
+    "mul": ag.mul,
+    "mul, on the left": lambda x, junk: ag.mul(junk, x),
+    "maximum": ag.maximum,
+    "matmul_op": ag.matmul_op,
+    "relu": lambda x, junk: ag.relu(junk),
+    "dropout": lambda x, junk: ag.dropout(junk, p=0.5),
+    "reshape": lambda x, junk: ag.reshape(junk, (4,)),
+    "mse_loss": ag.mse_loss,
+    "binary_cross_entropy_with_logits": ag.binary_cross_entropy_with_logits,
+    "layer_norm": lambda x, junk: ag.layer_norm(x, junk, junk),
+    "masked_fill": ag.masked_fill,
+    "where": lambda x, junk: ag.where(junk, x, x),
+}
+
+
+@pytest.mark.parametrize("name", _TAKE_TENSORS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_what_is_no_tensor_is_named_where_one_belongs(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    with amp.init(dtype=dtype):
+        x = amp.cast(ag.tensor(to_device(queue, np.ones((2, 2)))), dtype)
+        with pytest.raises(TypeError, match=r"given a numpy array where .* ag\.tensor\(Tensor\.from_host\(queue"):
+            _TAKE_TENSORS[name](x, np.ones((2, 2), np.float32))
+        for junk in (None, "x", [1.0, 2.0]):
+            with pytest.raises(TypeError, match=f"given {re.escape(repr(junk))} where it takes a node or a tensor"):
+                _TAKE_TENSORS[name](x, junk)

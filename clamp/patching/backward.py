@@ -223,7 +223,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
     dtype = user_functions.input_dtype(forward) if Installed.now else None
     if dtype is None and (this_thread.around.in_op or not Installed.now or not any(is_half(node) for node in nodes)):
-        backward = user_functions.bound(backward, forward, nodes)
+        backward = user_functions.bound(backward, forward, nodes, name)
         return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
@@ -232,7 +232,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
         cast_one(x) if is_half(x) or (dtype and bridge.is_floating(getattr(x, "value", None))) else x for x in nodes
     ]
     swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
-    backward = user_functions.bound(backward, forward, widened)
+    backward = user_functions.bound(backward, forward, widened, name)
     if backward is not None:
         backward = _reading_widened(backward, swaps)
     return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *widened, **kwargs)), widened)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import wrapt
 
-from clamp.bridge import Node, Tensor
+from clamp.bridge import STORAGE, Node, Tensor
 from clamp.casting.arguments import CastArguments, reporter
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import called_in, casting_region, in_region
@@ -135,23 +136,56 @@ def input_dtype(forward: Any) -> str | None:
     return dtype
 
 
-def bound(backward: Any, forward: Any, nodes: Sequence[Any]) -> Any:
-    """A ``CustomBackward`` as it runs for this call of ``apply_op``; any other function as it is.
+def bound(backward: Any, forward: Any, nodes: Sequence[Any], name: str) -> Any:
+    """A backward as it runs for this call of ``apply_op``, of an op of that name.
 
-    Its gradients are returned in the dtypes of the nodes they go to, whatever its functions computed in.
+    A user's raises TypeError or ValueError where it returns no gradients of these nodes; netcl would leave some without
+    theirs, or read beyond the ends of others. The gradients of a ``CustomBackward`` are returned in the dtypes of the
+    nodes they go to, whatever its functions computed in.
     """
-    if not isinstance(backward, CustomBackward):
+    if backward is None or str(getattr(backward, "__module__", "")).partition(".")[0] == "netcl":
         return backward
+    recorded = [node for node in nodes if isinstance(node, Node)]
+    if not isinstance(backward, CustomBackward):
+        return partial(_gradients_of, backward, name, recorded)
+    run = partial(_gradients_of, backward.__wrapped__, name, recorded)
     region = casting_region()
     if region is not None and input_dtype(forward) is not None:
         region = replace(region, enabled=False)
-    dtypes = [node.value.dtype for node in nodes if isinstance(node, Node)]
+    dtypes = [node.value.dtype for node in recorded]
 
     def in_region_of_forward(grad: Tensor) -> list[Tensor | None]:
-        grads = called_in(region, backward.__wrapped__, grad)
+        grads = called_in(region, run, grad)
         return [g if g is None else cast(g, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
     return in_region_of_forward
+
+
+def _gradients_of(backward: Backward, name: str, nodes: Sequence[Node], grad: Tensor) -> list[Tensor | None]:
+    found: Any = backward(grad)
+    if isinstance(found, Tensor | Node | np.ndarray) or not isinstance(found, Iterable):
+        raise TypeError(
+            f"the backward of {name} returned one of type {type(found).__name__}: return a list, with a gradient (or "
+            f"None) for each of the {len(nodes)} nodes that apply_op was given"
+        )
+    grads = list(found)
+    if len(grads) != len(nodes):
+        raise ValueError(
+            f"the backward of {name} returned {len(grads)} gradients for the {len(nodes)} nodes that apply_op was "
+            "given: return one for each, in their order, None for one that gets none, and nothing for a bare Tensor"
+        )
+    for number, (node, grad) in enumerate(zip(nodes, grads, strict=True)):
+        if grad is None or not isinstance(node.value, Tensor):
+            continue
+        where = f"the backward of {name} returned as gradient {number}"
+        if not isinstance(grad, Tensor):
+            cure = "its .value" if isinstance(grad, Node) else "by Tensor.from_host(queue, ...)"
+            raise TypeError(f"{where} one of type {type(grad).__name__}: return a Tensor, {cure}")
+        if grad.size != node.value.size:
+            raise ValueError(f"{where} one of shape {tuple(grad.shape)}, of a node of shape {tuple(node.value.shape)}")
+        if node.value.dtype in STORAGE and grad.dtype not in STORAGE:
+            raise TypeError(f"{where} one of {grad.dtype}, of a {node.value.dtype} node: compute it in float32")
+    return grads
 
 
 # ---------------------------------------------------------------------------------------------- registered

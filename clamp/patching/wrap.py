@@ -75,6 +75,9 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         except NotOwned:
             _refuse_misread(entry, wrapped, args, kwargs)
             return _run_widened(entry, wrapped, args, kwargs)
+        except AttributeError as error:
+            _refuse_no_tensor(entry, args, kwargs, error)
+            raise
 
     return call
 
@@ -207,7 +210,22 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     casting = casting_region()
     in_float32 = None if casting is None else casting.in_float32
     with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs):
-        return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
+        try:
+            return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
+        except AttributeError as error:
+            _refuse_no_tensor(entry, args, kwargs, error)
+            raise
+
+
+def _refuse_no_tensor(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: AttributeError) -> None:
+    """Raises TypeError where it is an argument of the call that lacks what tensors have."""
+    given = [*args, *kwargs.values()]
+    given += [x for xs in given if isinstance(xs, list | tuple) for x in xs]
+    if isinstance(error.obj, Node | Tensor) or not any(x is error.obj for x in given):
+        return
+    cure = ": pass ag.tensor(Tensor.from_host(queue, array))" if isinstance(error.obj, np.ndarray) else ""
+    kind = "a numpy array" if cure else repr(error.obj)
+    raise TypeError(f"{entry.function} was given {kind} where it takes a node or a tensor{cure}") from error
 
 
 # ---------------------------------------------------------------------------------------------- modules

@@ -6,6 +6,7 @@ import sys
 import types
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from netcl.ops import elementwise as netcl_elementwise
 from netcl.optim import SGD
 
 from clamp import amp, bridge, session
-from clamp.bridge import Node, Parameter
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.casting.policies import POLICIES
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.registry import OWNED
@@ -346,3 +347,45 @@ def test_nothing_is_written_to_a_widened_copy(queue: cl.CommandQueue) -> None:
         netcl_elementwise.relu(x, wide)
     np.testing.assert_array_equal(to_numpy(wide), np.ones(4))
     np.testing.assert_array_equal(to_numpy(narrow), np.zeros(4))
+
+
+_RETURNED: dict[str, tuple[Any, type[Exception] | None, str]] = {  # of the gradient of two float32 nodes' sum
+    "a list": (lambda grad: [grad, grad], None, ""),
+    "a tuple with None": (lambda grad: (grad, None), None, ""),
+    "16 bits": (lambda grad: [amp.cast(grad, "float16")] * 2, None, ""),
+    "one tensor": (lambda grad: grad, TypeError, "one of type Tensor: return a list, .* each of the 2 nodes"),
+    "an array": (lambda grad: grad.to_host(), TypeError, "one of type ndarray: return a list"),
+    "nothing": (lambda grad: None, TypeError, "one of type NoneType: return a list"),
+    "too few": (lambda grad: [grad], ValueError, "1 gradients for the 2 nodes"),
+    "too many": (lambda grad: [grad] * 3, ValueError, "3 gradients for the 2 nodes"),
+    "arrays": (lambda grad: [grad.to_host()] * 2, TypeError, r"gradient 0 one of type ndarray: .*from_host\(queue"),
+    "nodes": (lambda grad: [grad, ag.tensor(grad)], TypeError, r"gradient 1 one of type Node: .* its \.value"),
+    "another shape": (lambda grad: [grad, ag.sum(grad)], ValueError, r"gradient 1 one of shape \(1,\), .* \(2, 2\)"),
+    "float64": (lambda grad: [_double(grad), grad], TypeError, "gradient 0 one of float64, of a float32 node"),
+}
+
+
+def _double(grad: Tensor) -> Tensor:
+    return Tensor.from_host(grad.queue, grad.to_host().astype(np.float64), dtype="float64")
+
+
+@pytest.mark.parametrize("returns", _RETURNED)
+@pytest.mark.parametrize("custom", [False, True], ids=["plain", "custom_bwd"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_backward_that_returns_no_gradients_of_its_nodes_is_named(
+    queue: cl.CommandQueue, dtype: str, custom: bool, returns: str
+) -> None:
+    """netcl gave those that were left out none, and read beyond the ends of others."""
+    function, error, message = _RETURNED[returns]
+    params = [Parameter.from_host(queue, np.ones((2, 2), np.float32)) for _ in range(2)]
+    handle, optimizer = amp.init(dtype=dtype, loss_scale=8.0 if dtype == "float16" else "auto"), SGD(params)
+
+    def added(x: Node, y: Node) -> Any:
+        forward = lambda a, b: netcl_elementwise.elementwise_binary(a, b, expression="ADD(v0, v1)")  # noqa: E731
+        return apply_op(forward, amp.custom_bwd(function) if custom else function, x, y, op_name="added")
+
+    loss = ag.sum(added(*map(ag.tensor, params)))
+    refused = pytest.raises(error, match=f"the backward of added returned .*{message}") if error else nullcontext()
+    with refused, handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert (params[0].grad is None) == (error is not None)
