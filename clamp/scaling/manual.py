@@ -155,7 +155,10 @@ class ManualScaling:
         self._require_scaled("unscale_()")
         round_ = self._round(optimizer)
         if round_.stage is Stage.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Call update() at the end "
+                "of every iteration, also where you leave step() out; over an accumulation, unscale_() once, before step()"
+            )
         if round_.stage is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step(): call update() before it.")
         found = masters.pairs(optimizer)

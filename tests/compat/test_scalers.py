@@ -203,7 +203,7 @@ def test_a_gradient_is_divided_once(queue: cl.CommandQueue, name: str, face: str
 
 #: calls of which the last raises, what it says, calls that are right after it
 REFUSED: dict[str, tuple[str, str, str]] = {
-    "unscale twice": ("buu", r"unscale_\(\) has already been called on this optimizer since the last update", "s Ubu"),
+    "unscale twice": ("buu", r"unscale_\(\) has already been called .* last update\(\)\. Call update\(\) .*", "s Ubu"),
     "unscale after step": ("bsu", r"unscale_\(\) is being called after step\(\)", "U ."),
     "step twice": ("bss", r"step\(\) has already been called since the last update", "U ."),
     "unscale before scale": ("pu", r"^unscale_\(\) was called before any loss was scaled", "bu"),
