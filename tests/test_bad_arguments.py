@@ -285,3 +285,18 @@ def test_what_is_no_tensor_is_named_where_one_belongs(queue: cl.CommandQueue, na
         for junk in (None, "x", [1.0, 2.0]):
             with pytest.raises(TypeError, match=f"given {re.escape(repr(junk))} where it takes a node or a tensor"):
                 _TAKE_TENSORS[name](x, junk)
+
+
+@pytest.mark.parametrize("name", ["add", "matmul_op", "mse_loss", "cat"])
+def test_a_node_in_a_node_is_named(queue: cl.CommandQueue, name: str) -> None:
+    with amp.init():
+        node = ag.tensor(to_device(queue, np.ones((2, 2))))
+        twice = ag.tensor(node)
+        with pytest.raises(TypeError, match=r"a node was given to ag\.tensor, which takes tensors"):
+            ag.cat([node, twice], 0) if name == "cat" else getattr(ag, name)(node, twice)
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, "a tensor"])
+def test_a_backward_from_what_is_no_node_says_so(queue: cl.CommandQueue, loss: Any) -> None:
+    with amp.init(), pytest.raises(TypeError, match=r"from the node of a loss, .* under no_grad, or from bare tensors"):
+        ag.Tape().backward(to_device(queue, np.ones(1)) if loss == "a tensor" else loss)

@@ -139,9 +139,12 @@ def owned_value(x: TensorLike) -> Tensor:
 
     Raises:
         NotOwned: it is something else.
+        TypeError: it is a node in a node.
     """
     value = x.value
     if not isinstance(value, Tensor):
+        if isinstance(value, Node):
+            raise TypeError("a node was given to ag.tensor, which takes tensors: pass the node on as it is")
         raise NotOwned
     if not bridge.on_device(value):
         if current_region() is not None:  # somebody asked for AMP here

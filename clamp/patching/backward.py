@@ -113,10 +113,12 @@ def tape_backward(
 
     Raises:
         NotImplementedError: the loss was made from a gradient.
+        TypeError: the loss is no node.
         RuntimeError: the loss has lost its graph, or a part of it (what a recorded function returned), or the gradients
             would be of several scales. Nothing was changed.
     """
     gradient_marks.refuse_penalty(create_graph)
+    _require_node(loss)
     graphs.forward_is_over(loss, instance, RESULTS.watched)
     computed, leaves, cut, scaled, starts, in_half = [], [], [], [], [loss], False
     recomputed = False
@@ -159,6 +161,14 @@ def tape_backward(
     for node in () if instance.retain_grads else computed:
         if node is not loss:
             del node.grad
+
+
+def _require_node(loss: Any) -> None:
+    if not isinstance(loss, Node):
+        raise TypeError(
+            f"backward runs from the node of a loss, not from a {type(loss).__name__}: what is computed under no_grad, "
+            "or from bare tensors, has no graph. Begin the forward with nodes, ag.tensor(x)"
+        )
 
 
 def _warn_of_dead_tapes(cut: list[Node]) -> None:

@@ -221,11 +221,19 @@ def _refuse_no_tensor(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any
     """Raises TypeError where it is an argument of the call that lacks what tensors have."""
     given = [*args, *kwargs.values()]
     given += [x for xs in given if isinstance(xs, list | tuple) for x in xs]
-    if isinstance(error.obj, Node | Tensor) or not any(x is error.obj for x in given):
+    if not any(x is error.obj for x in given):
         return
-    cure = ": pass ag.tensor(Tensor.from_host(queue, array))" if isinstance(error.obj, np.ndarray) else ""
-    kind = "a numpy array" if cure else repr(error.obj)
-    raise TypeError(f"{entry.function} was given {kind} where it takes a node or a tensor{cure}") from error
+    for kind, words, wanted in _MISTAKEN:
+        if isinstance(error.obj, kind):
+            raise TypeError(f"{entry.function} was given {words} where it takes a {wanted}") from error
+    raise TypeError(f"{entry.function} was given {error.obj!r} where it takes a node or a tensor") from error
+
+
+_MISTAKEN: tuple[tuple[type, str, str], ...] = (
+    (np.ndarray, "a numpy array", "node or a tensor: pass ag.tensor(Tensor.from_host(queue, array))"),
+    (Node, "a node", "tensor: pass its .value"),
+    (Tensor, "a tensor", "node: pass ag.tensor(x)"),
+)
 
 
 # ---------------------------------------------------------------------------------------------- modules

@@ -156,8 +156,8 @@ class ManualScaling:
         round_ = self._round(optimizer)
         if round_.stage is Stage.UNSCALED:
             raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update(). Call update() at the end "
-                "of every iteration, also where you leave step() out; over an accumulation, unscale_() once, before step()"
+                "unscale_() has already been called on this optimizer since the last update(). Call update() after "
+                "each iteration, also where you leave step() out. While gradients add up, leave unscale_() out"
             )
         if round_.stage is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step(): call update() before it.")
