@@ -22,7 +22,7 @@ from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.op_counter import Casts, Key, OpCounter, OpRow
 from clamp.debug.profiler import Profiler
-from clamp.opencl.host_steps import recorder
+from clamp.opencl.host_steps import recorder, replays
 from clamp.ops.cast import CAST
 from clamp.ops.optimizer_step import COPY
 from clamp.params.weight_cache import weights
@@ -144,6 +144,7 @@ class Trial:
         with_black_list: the step's seconds with those in float32; None if there are none.
         black_list_pays: whether that is clearly less than without.
         init_call: the call that turned AMP on.
+        is_recorded: whether replays of a recording were timed.
     """
 
     dtype: str
@@ -157,6 +158,7 @@ class Trial:
     with_black_list: float | None = None
     black_list_pays: bool = False
     init_call: InitCall = field(default_factory=InitCall)
+    is_recorded: bool = False
 
 
 def try_step(step: Step) -> Trial:
@@ -177,7 +179,9 @@ def try_step(step: Step) -> Trial:
         amp, plain = (_side(seen[index], [one[index] for one in passes]) for index in range(len(sides)))
         names = tuple(slower_functions(amp, plain))
         black = replace(around, policies=around.policies.customized((), names))
+        before = replays()
         times = _race(step, (*sides, black) if names else sides, queues)
+        is_recorded = replays() > before
     busy = any(median(own) > _CALM * min(own) for own in times)
     took = [min(own) if busy else median(own) for own in times]
     return Trial(
@@ -192,6 +196,7 @@ def try_step(step: Step) -> Trial:
         took[2] if names else None,
         bool(names) and all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min)),
         init_call() or InitCall(),
+        is_recorded,
     )
 
 

@@ -119,7 +119,11 @@ def _details(trial: Trial) -> list[str]:
         each = 1e6 * trial.amp.seconds / trial.amp.launches
         details.append(
             f"Bound by launches: {trial.amp.launches} of {each:.0f} us each, most of which is Python and the driver. "
-            "@amp.record above the function that makes a step replays them without."
+            + (
+                "What was timed are replays of its recording already."
+                if trial.is_recorded
+                else "@amp.record above the function that makes a step replays them without."
+            )
         )
     if trial.plain.computes_in_16_bit:
         details.append(
@@ -137,7 +141,7 @@ def _details(trial: Trial) -> list[str]:
 def _cure(trial: Trial) -> str:
     if trial.black_list_pays:
         return trial.init_call.in_float32(trial.black_list)
-    if _is_small(trial):
+    if _is_small(trial) and not trial.is_recorded:
         return "@amp.record  # above the function that makes a step: one launch after the other, without Python between"
     if trial.plain.seconds > (1 + NO_DIFFERENCE) * trial.amp.seconds:
         return ""

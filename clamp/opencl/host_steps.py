@@ -55,6 +55,7 @@ class _Replay(NamedTuple):
 class _RecordingState(threading.local):
     recorder: Recorder | None = None
     suspended: bool = False
+    replays: int = 0
 
     def __init__(self) -> None:
         self.replay = _Replay((), (), None, [])
@@ -147,6 +148,7 @@ def replaying(
         repeat: runs its launches and host steps from one position to another once more.
     """
     replay = _Replay(recorded, now, repeat, [])
+    _thread.replays += 1
     with holding(_thread, "replay", replay):
         try:
             yield
@@ -154,6 +156,11 @@ def replaying(
             for undo in reversed(replay.undo):
                 undo()
             raise
+
+
+def replays() -> int:
+    """How many replays this thread has begun."""
+    return _thread.replays
 
 
 def moved() -> list[tuple[Any, Any]]:

@@ -213,6 +213,8 @@ def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
     run.handle.memory(lambda: one(*run.data))
     one(*run.data)
     assert one.recordings == 1  # those that were made to be measured are gone
+    assert found.trial.is_recorded
+    assert not run.handle.summary(run.step).trial.is_recorded
 
 
 def test_a_step_that_fails_leaves_nothing_behind(queue: cl.CommandQueue) -> None:
@@ -318,6 +320,8 @@ def test_a_step_that_the_device_waits_in_is_told_of_records(times_as_fast: float
     verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False))
     assert any(line.startswith("Bound by launches: 20 of 500 us each") for line in verdict.details) == is_bound
     assert verdict.cure.startswith("@amp.record") == is_bound
+    verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False, is_recorded=True))
+    assert "@amp.record" not in f"{verdict}"
 
 
 @pytest.mark.parametrize(("took", "note"), [(0.5, "2.50x slower than in float32"), (0.21, None), (0.1, None)])
