@@ -58,6 +58,9 @@ _WHAT_IT_TAKES = (
 )
 
 
+_DERIVED = "it is of a class derived from one whose steps clamp makes. Use that class itself"
+
+
 class OptimizerStep:
     """A step of an optimizer of netcl's; called, it is made, all of it or nothing.
 
@@ -106,7 +109,7 @@ class OptimizerStep:
             if isinstance(param, MasterInParts):
                 unknown = f"master_weight={param.parts.keeps!r}"
             if unknown:
-                why = _twice(self._optimizer) or _WHAT_IT_TAKES
+                why = _twice(self._optimizer) or (_WHAT_IT_TAKES if self._has_rule else _DERIVED)
                 raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown) + why)
         pieces: list[Callable[[], Any]] = []
         for stepped, piece in bridge.own_pieces(self._own or self._optimizer.step, self._optimizer, params):

@@ -196,13 +196,13 @@ def test_what_cannot_be_stepped_is_refused(queue: cl.CommandQueue) -> None:
         amp.optim.Adam8bit([Parameter.from_host(CPUQueue(), np.ones(3, np.float32))])
     weight = Parameter.from_host(queue, np.ones(3, np.float32))
     for active in (True, False):
-        for kind, grad, error in (
-            (amp.optim.Adam8bit, to_device(queue, np.ones(4)), ValueError),
-            (Derived, to_device(queue, np.ones(3)), TypeError),
+        for kind, grad, error, says in (
+            (amp.optim.Adam8bit, to_device(queue, np.ones(4)), ValueError, "another number of elements"),
+            (Derived, to_device(queue, np.ones(3)), TypeError, "of a class derived from"),
         ):
             optimizer = kind([weight])
             with amp.init(enabled=active):
                 weight.grad = grad
-                with pytest.raises(error, match=r"elements|moments of 8 bits"):
+                with pytest.raises(error, match=says):
                     optimizer.step()
     np.testing.assert_array_equal(weight.to_host(), np.ones(3))
