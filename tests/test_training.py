@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -409,6 +411,53 @@ def test_init_reaches_every_thread_and_regions_only_their_own(queue: cl.CommandQ
         with amp.autocast(dtype="bfloat16"):
             assert product_dtype() == "bfloat16"
             assert pool.submit(product_dtype).result() == "float16"
+
+
+#: a thread and another, in turns: `n` enters a no_grad() and `N` leaves it, `m` and `M` those of the other one; `i` and
+#: `s` are init and shutdown. Whether ops are recorded then in either.
+GRAD_MODES: dict[str, tuple[str, bool, bool]] = {
+    "one evaluates": ("im", True, False),
+    "and is done": ("imM", True, True),
+    "both do, and one is done": ("inmN", True, False),
+    "and then the other": ("inmNM", True, True),
+    "init inside of it": ("ni", False, False),
+    "and it ends": ("niN", True, True),
+    "init inside of the other's": ("miM", True, True),
+    "shutdown inside of it": ("ins", False, False),
+    "shutdown inside, and its end": ("insN", True, True),
+    "shutdown inside of the other's": ("imsM", True, True),
+    "another init after that": ("insNimM", True, True),
+}
+
+
+@pytest.mark.parametrize("name", GRAD_MODES)
+@pytest.mark.usefixtures("shut_down")
+def test_no_grad_is_a_threads_own(queue: cl.CommandQueue, name: str) -> None:
+    calls, here, there = GRAD_MODES[name]
+    x = ag.tensor(Parameter.from_host(queue, np.ones(3, np.float32)))
+    modes = ag.no_grad(), ag.no_grad()
+
+    def is_recorded() -> bool:
+        own = ag.apply_op(lambda value: value, lambda grad: [grad], x)  # of netcl, beside one of clamp
+        assert isinstance(own, Node) == isinstance(ag.relu(x), Node)
+        return isinstance(own, Node)
+
+    with ThreadPoolExecutor(1) as pool:
+        run: dict[str, Callable[[], Any]] = {
+            "n": modes[0].__enter__,
+            "N": lambda: modes[0].__exit__(None, None, None),
+            "m": lambda: pool.submit(modes[1].__enter__).result(),
+            "M": lambda: pool.submit(modes[1].__exit__, None, None, None).result(),
+            "i": amp.init,
+            "s": amp.shutdown,
+        }
+        try:
+            for call in calls:
+                run[call]()
+            assert (is_recorded(), pool.submit(is_recorded).result()) == (here, there)
+        finally:
+            amp.shutdown()
+            ag.set_grad_enabled(True)
 
 
 def test_threads_compute_side_by_side(queue: cl.CommandQueue) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,9 +72,32 @@ def foreign_nodes(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.grad_fn is not None and not getattr(node, "is_clamps", False)]
 
 
+class _GradMode(threading.local):
+    """Whether ops are recorded in a thread; None: it has not said, and netcl's mode, that of the process, holds."""
+
+    on: bool | None = None
+
+
+_grad_mode = _GradMode()
+
+
 def is_grad_enabled() -> bool:
     """Returns whether ops are recorded for backward here."""
-    return bool(engine.is_grad_enabled())
+    on = _grad_mode.on
+    return bool(engine._GRAD_MODE) if on is None else on
+
+
+def set_thread_grad_enabled(mode: bool) -> None:
+    """Sets whether ops are recorded in this thread, and in no other."""
+    if _grad_mode.on is None and mode:  # the end of a no_grad() that was entered while netcl's mode held
+        engine._GRAD_MODE = True
+    _grad_mode.on = bool(mode)
+
+
+def end_thread_grad_modes() -> None:
+    """Lets netcl's own mode hold in every thread; it is this thread's from now on."""
+    global _grad_mode
+    engine._GRAD_MODE, _grad_mode = is_grad_enabled(), _GradMode()
 
 
 def make_node(
@@ -90,7 +114,7 @@ def make_node(
     grad mode, or when every parent is a bare tensor, the value itself is returned, as netcl does.
     """
     nodes = [parent for parent in parents if isinstance(parent, Node)]
-    if not nodes or not engine.is_grad_enabled():
+    if not nodes or not is_grad_enabled():
         return value
     if len(nodes) != len(parents):
         backward = _only_for_nodes(backward, [isinstance(parent, Node) for parent in parents])

@@ -19,11 +19,12 @@ from netcl.core.memory import PersistentBufferPool
 from netcl.nn import layers
 from netcl.ops import elementwise
 
+from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, TensorLike
 from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
-from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
 from clamp.patching.wrap import Installed, netcl_wrapper
 
 # --------------------------------------------------------------------------------------------------------------- layers
@@ -90,6 +91,25 @@ def self_attention(wrapped: Any, instance: Any, /, x: TensorLike) -> Any:
         out = ag.dropout(out, p=instance.dropout)
     return out if isinstance(x, Node) else out.value
 
+
+# ------------------------------------------------------------------------------------------- gradients, by thread
+# netcl's mode is one for all threads: the `no_grad()` of one that evaluates would cut the graph of another that trains,
+# in the middle of it, and of two that overlap the last to end would leave gradients off.
+
+
+@replaces("netcl.autograd.engine.is_grad_enabled")
+def is_grad_enabled(own: Any) -> bool:
+    """Returns whether ops are recorded for backward in this thread."""
+    return bridge.is_grad_enabled()
+
+
+@replaces("netcl.autograd.engine.set_grad_enabled")
+def set_grad_enabled(own: Any, mode: bool) -> None:
+    """Sets whether ops are recorded for backward in this thread, as ``no_grad`` does."""
+    bridge.set_thread_grad_enabled(mode)
+
+
+BEFORE_REMOVAL.append(bridge.end_thread_grad_modes)
 
 # ---------------------------------------------------------------------------------------- memory: a pool for each queue
 # netcl has one pool for a context. What a tensor of one queue frees while a launch still uses it goes to the next
