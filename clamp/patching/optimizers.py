@@ -26,6 +26,7 @@ from clamp.patching.redirect import Bindings
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
 from clamp.scaling.dynamic_scale import settle_late
+from clamp.scaling.manual import given_up
 
 
 class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -128,6 +129,7 @@ def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any
     result = wrapped(*args, **kwargs)
     if hasattr(optimizer, "params"):
         masters.clear_gradients(optimizer)
+    given_up(optimizer)
     return result
 
 

@@ -148,6 +148,8 @@ SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
         "pytorch paddle", {"scale": 2.0**126, "every": 2}, ". . . . . .", [2.0**126, *[2.0**127] * 5]
     ),
     "unscaled only": ("pytorch paddle", {}, "bxuU .", [2.0**15] * 2),
+    "unscaled, and begun anew": ("pytorch paddle", {}, "bub sU bub usU X", [2.0**16] * 4 + [2.0**15]),
+    "unscaled with an inf, and begun anew": ("pytorch paddle", {}, "bxub usU X", [2.0**16, 2.0**15, 2.0**14]),
     "inf after unscaling": ("pytorch paddle netcl", {}, "buxsU", [2.0**15]),
     "-inf after unscaling": ("pytorch paddle netcl", {}, "bumsU", [2.0**15]),
     "nan after unscaling": ("pytorch paddle netcl", {}, "bunsU", [2.0**15]),
