@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -100,7 +101,7 @@ class _Place(NamedTuple):
     new: list[int]  # how much memory the pool had made anew at the last look
 
 
-_place = _Place(None, None, None, None, None, [0])
+_place = _NOWHERE = _Place(None, None, None, None, None, [0])
 
 
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
@@ -183,6 +184,15 @@ def _place_on(queue: cl.CommandQueue) -> _Place:
     if pool_of is _own_pool_of:
         _place = place
     return place
+
+
+def _forget_place() -> None:
+    global _place
+    _place = _NOWHERE
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_place)
 
 
 def has_tensors(queue: cl.CommandQueue) -> bool:

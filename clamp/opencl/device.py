@@ -13,6 +13,7 @@ import re
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -120,6 +121,7 @@ def require_usable(queue: cl.CommandQueue) -> None:
     Raises:
         RuntimeError: its context is gone: Intel's runtime frees one that only its queue refers to. (From the first
             tensor on netcl's memory pool keeps it.)
+        RuntimeError: this process was forked, and the device does nothing in it: see ``require_answer``.
         ValueError: it may run its commands in another order than they were given.
     """
     try:
@@ -136,6 +138,58 @@ def require_usable(queue: cl.CommandQueue) -> None:
             "reads, and neither netcl nor clamp waits for it, so results would be wrong, or nan, now and then. Make it "
             "without: queue = cl.CommandQueue(context)"
         )
+    if _is_forked:
+        require_answer(queue)
+
+
+_is_forked = False
+#: contexts of a forked process in which a device has done something
+_answering: dict[int, cl.Context] = {}
+_PATIENCE = 10.0  # seconds: a launch on a device at work elsewhere
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
+    _answering.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked() -> bool:
+    """Returns whether this process is a fork, in which drivers that its parent had loaded may do nothing."""
+    return _is_forked
+
+
+def require_answer(queue: cl.CommandQueue) -> None:
+    """Raises where a device does nothing for a context, as in a forked process; asks it once.
+
+    PoCL's threads are the parent's, from when that asked for platforms: what is launched here waits for ever.
+
+    Raises:
+        RuntimeError: a copy has not ended within ten seconds.
+    """
+    context = queue.context
+    if context.int_ptr in _answering:
+        return
+    # In a thread, which may wait for ever; Intel's runtime does the work where somebody waits for it.
+    asking = threading.Thread(target=_ask, args=(context, queue.device), daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    if asking.is_alive():
+        raise RuntimeError(
+            f"{queue.device.platform.name} does nothing in this process, which was forked when its parent had asked "
+            "for OpenCL's platforms already (amp.init() does): the driver's threads stayed there. Start processes with "
+            'multiprocessing.get_context("spawn"), or fork before anything asks for a device'
+        )
+    _answering[context.int_ptr] = context
+
+
+def _ask(context: cl.Context, device: cl.Device) -> None:
+    apart = cl.CommandQueue(context, device)  # waits for nothing that the parent has enqueued
+    cl.enqueue_copy(apart, bytearray(4), cl.Buffer(context, cl.mem_flags.READ_WRITE, 4))
 
 
 def is_in_order(queue: cl.CommandQueue) -> bool:

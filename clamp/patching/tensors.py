@@ -14,7 +14,7 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
-from clamp.opencl.device import require_usable
+from clamp.opencl.device import is_forked, require_answer, require_usable
 from clamp.ops.arguments import saturated
 from clamp.ops.cast import cast, cast_into
 from clamp.params import delivery, gradient_marks, masters
@@ -70,7 +70,7 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
             wide.buffer = tensor.buffer
             vars(tensor).update(before)
             cast_into(wide, tensor)
-        for tensor in given.values() if len(weights) else ():
+        for tensor in given.values():
             weights.drop_buffer(tensor.buffer)
 
 
@@ -107,7 +107,7 @@ def to_host(wrapped: Any, instance: Tensor, /) -> Any:
 
     A script that computes with what it reads, an accuracy say, would take the words for numbers.
     """
-    _warn_of_scaled(instance, "read")
+    _meets_host(instance, "read")
     host = wrapped()
     return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
 
@@ -115,20 +115,22 @@ def to_host(wrapped: Any, instance: Tensor, /) -> Any:
 @meets("netcl.core.tensor.Tensor.to_host_async")
 def to_host_async(wrapped: Any, instance: Tensor, /) -> Any:
     """A tensor's values on the host, when they have come."""
-    _warn_of_scaled(instance, "read")
+    _meets_host(instance, "read")
     return wrapped()
 
 
 @meets("netcl.core.transfer.write_tensor")
 def write_tensor(wrapped: Any, instance: None, /, tensor: Tensor, data: Any) -> None:
     """Writes values of the host into a tensor, as ``Tensor.write`` does."""
-    _warn_of_scaled(tensor, "written")
+    _meets_host(tensor, "written")
     wrapped(tensor, data)
 
 
-def _warn_of_scaled(tensor: Tensor, what: str) -> None:
-    """Says once for a loss scale that gradients are not the true ones yet, to a user who reads one to the host, or
-    writes it from there."""
+def _meets_host(tensor: Tensor, what: str) -> None:
+    """Before a tensor is read to the host, or written from there: in a forked process its device has to do something at
+    all. Says once for a loss scale that gradients are not the true ones yet."""
+    if is_forked() and bridge.on_device(tensor):
+        require_answer(tensor.queue)
     if gradient_marks.is_unscaled(tensor):
         settle_late()
     scale = gradient_marks.scale_of(tensor)

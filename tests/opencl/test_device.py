@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from clamp.bridge import Tensor
 from clamp.opencl import device
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices, make_cpu_runtime_visible
 from clamp.opencl.program import Kernel
+from tests.scripts import run_script
 
 
 @pytest.fixture
@@ -214,3 +216,65 @@ def test_a_queue_that_lost_its_context_says_so_or_works(queue: cl.CommandQueue) 
         assert "RuntimeError: this queue's OpenCL context is gone" in done.stderr
     else:
         assert "[1. 1. 1.]" in done.stdout
+
+
+#: what a process does first that was forked when its parent was at work
+FORKED = """if True:
+    import os, signal, sys
+    import numpy as np, pyopencl as cl
+    from clamp import amp
+    from clamp.opencl import device
+    from netcl import autograd as ag
+    from netcl.core.tensor import Tensor
+    from netcl.nn.layers import Linear
+    from netcl.optim import SGD
+
+    device._PATIENCE = 2.0
+    context = cl.create_some_context(interactive=False)
+    queue = cl.CommandQueue(context)
+    handle = amp.init()
+    numbers = np.arange(8, dtype=np.float32).reshape(2, 4)
+    x, layer = Tensor.from_host(queue, numbers), Linear(queue, 4, 3)
+    optimizer = SGD(layer.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        with handle.scale_loss(ag.sum(layer(ag.tensor(x))), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    def elsewhere():
+        context = cl.Context(queue.context.devices)
+        Linear(cl.CommandQueue(context), 4, 3)
+
+    step()
+    first = {
+        "reads a tensor": lambda: np.array_equal(x.to_host(), numbers),
+        "makes a tensor": lambda: np.array_equal(Tensor.from_host(queue, numbers).to_host(), numbers),
+        "makes a layer in a new context": elsewhere,
+        "prints the handle": lambda: "1 step" in str(handle),
+        "trains": lambda: (step(), queue.finish())[1],
+    }
+    pids = {}
+    for name, run in first.items():
+        pid = os.fork()
+        if pid:
+            pids[name] = pid
+            continue
+        signal.alarm(60)  # it hangs
+        try:
+            os._exit(0 if run() in (None, True) else 3)
+        except RuntimeError as error:
+            os._exit(0 if "does nothing in this process, which was forked" in str(error) else 4)
+        except BaseException:
+            os._exit(5)
+    ends = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in pids.items()}
+    step()
+    print(ends)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_forked_process_computes_or_says_why_not(queue: cl.CommandQueue) -> None:
+    """PoCL's threads stay with the parent: a child would wait for them for ever."""
+    assert set(ast.literal_eval(run_script(queue, "-c", FORKED)).values()) == {0}
