@@ -158,7 +158,7 @@ class WeightOperand(_LateOperand):
     backward through the op after all makes it again from the parameter, which must be what it was.
     """
 
-    __slots__ = ("_made", "_report")
+    __slots__ = ("_losses", "_made", "_report")
     is_copy = True
     _weakly = False  # whether the copy is kept only as long as somebody holds it
 
@@ -167,6 +167,7 @@ class WeightOperand(_LateOperand):
         self.weight: Tensor = parent.value
         self._report = report
         self._made = moment()
+        self._losses = weights.losses
 
     @property
     def value(self) -> Tensor:
@@ -186,7 +187,7 @@ class WeightOperand(_LateOperand):
         """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
         self._value = copy
-        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly)
+        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly, losses=self._losses)
 
     def goes(self) -> bool:
         return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.running.is_last()

@@ -322,8 +322,7 @@ def written(buffer: Any) -> None:
     """A user has written into this storage: what was derived from it, or known of it, is stale, and a master follows
     its parameter, or the parameter its master."""
     writes.note(buffer)
-    if len(weights):
-        weights.drop_buffer(buffer)
+    weights.drop_buffer(buffer)
     if not _models:
         return
     model = _models.get(id(buffer))

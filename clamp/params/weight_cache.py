@@ -54,6 +54,8 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.clears = 0  # how often all was forgotten
+        self.losses = 0  # how often anything was
+        self.recorded_by: int | None = None  # the thread whose launches are being recorded, for which it is then alone
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.RLock()  # a collection inside the lock may run a weak reference's callback
 
@@ -64,6 +66,8 @@ class WeightCache:
             weakly: as for ``put``.
         """
         with self._lock:
+            if self._is_anothers():
+                return make(tensor)
             entry = self._entry(tensor)
             value: Value | None = entry.value(kind)
             if value is None:
@@ -71,14 +75,19 @@ class WeightCache:
                 entry.values[kind] = weakref.ref(value) if weakly else value
             return value
 
-    def put(self, tensor: Tensor, kind: Hashable, value: object, *, weakly: bool = False) -> None:
+    def put(
+        self, tensor: Tensor, kind: Hashable, value: object, *, weakly: bool = False, losses: int | None = None
+    ) -> None:
         """Keeps a value that was derived from ``tensor`` just now.
 
         Args:
             weakly: only as long as somebody else holds it.
+            losses: the number before it was derived: if something was forgotten since, by another thread's step, it
+                is not kept.
         """
         with self._lock:
-            self._entry(tensor).values[kind] = weakref.ref(value) if weakly else value
+            if losses in (None, self.losses) and not self._is_anothers():
+                self._entry(tensor).values[kind] = weakref.ref(value) if weakly else value
 
     def loosen(self, tensor: Tensor, kind: Hashable, value: object) -> None:
         """Keeps a value, if it is the kept one, only as long as somebody else holds it."""
@@ -89,13 +98,13 @@ class WeightCache:
     def known(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, if it is there."""
         with self._lock:
-            entry = self._entries.get(id(tensor))
+            entry = None if self._is_anothers() else self._entries.get(id(tensor))
             return entry.value(kind) if entry is not None and entry.is_of(tensor) else None
 
     def take(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, which is kept no longer; None if there is none."""
         with self._lock:
-            return self._entry(tensor).values.pop(kind, None)
+            return None if self._is_anothers() else self._entry(tensor).values.pop(kind, None)
 
     def asked_before(self, tensor: Tensor, kind: Hashable) -> bool:
         """Returns whether this has been asked of ``tensor`` and the kind before.
@@ -104,10 +113,16 @@ class WeightCache:
         kept from the second time on.
         """
         with self._lock:
+            if self._is_anothers():
+                return False
             values = self._entry(tensor).values
             before = ("asked", kind) in values
             values["asked", kind] = True
             return before
+
+    def _is_anothers(self) -> bool:
+        """Whether another thread is recorded: a replay finds what its own launches have made, and nothing else."""
+        return self.recorded_by is not None and self.recorded_by != threading.get_ident()
 
     def _entry(self, tensor: Tensor) -> _Entry:
         entry = self._entries.get(id(tensor))
@@ -128,11 +143,13 @@ class WeightCache:
     def drop(self, tensor: Tensor) -> None:
         """Forgets what was derived from ``tensor``: its content is about to change, or has."""
         with self._lock:
+            self.losses += 1
             self._entries.pop(id(tensor), None)
 
     def drop_buffer(self, buffer: Any) -> None:
         """Forgets what was derived from tensors stored in ``buffer``, or in a part of it."""
         with self._lock:
+            self.losses += 1
             for key, entry in self._entries.copy().items():  # a collection may end entries at any time
                 if _shares_memory(entry.buffer, buffer):
                     self._entries.pop(key, None)
@@ -140,6 +157,7 @@ class WeightCache:
     def clear(self) -> None:
         """Forgets everything."""
         with self._lock:
+            self.losses += 1
             self.clears += 1
             self._entries.clear()
 

@@ -12,6 +12,7 @@ netcl records what goes through ``cl.Kernel.__call__``. Under AMP, from ``begin`
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,7 @@ class _Recording:
         """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
         self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
         begin()
+        weights.recorded_by = threading.get_ident()
         weights.clear()
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
@@ -85,6 +87,7 @@ class _Recording:
     def put_back(self) -> None:
         """Takes the recorder's versions away again. After an interrupt in it, once more does it all."""
         set_recorder(None)
+        weights.recorded_by = None
         for owner, name, original in reversed(self._undo):
             setattr(owner, name, original)
         self._undo = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from netcl.optim.ema import ModelEMA
 
 from clamp import amp
 from clamp.bridge import Parameter
+from clamp.casting import policies
+from clamp.opencl.device import capabilities
 from clamp.params import weight_cache
 from clamp.params.weight_cache import WeightCache, weights
 from tests.reference import to_device, to_numpy
@@ -298,3 +301,33 @@ def test_another_dtype_ends_the_entry(queue: cl.CommandQueue) -> None:
     assert cache.get(weight, "kind", lambda p: p.dtype) == "float16"
     assert cache.get(weight, "kind", lambda p: "made anew") == "float16"
     assert len(cache) == 1
+
+
+#: what another thread does to a weight between the launch that makes a copy of it and the moment when that is kept
+OVERTAKING: dict[str, Callable[[Parameter], object]] = {
+    "a step": lambda weight: SGD([weight], lr=0.5).step(),
+    "a write": lambda weight: write_tensor(weight, np.full((4, 4), 0.5, np.float32)),
+    "a write to its buffer": lambda weight: elementwise.elementwise_binary(
+        weight, weight, expression="MUL(v0, 0.5f)", out=weight
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERTAKING)
+def test_a_copy_that_another_threads_write_has_overtaken_is_not_kept(
+    queue: cl.CommandQueue, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+    weight.grad = to_device(queue, np.ones((4, 4)))
+    own = policies.WeightOperand.was_made
+
+    def overtaken(operand: Any, copy: Any) -> None:
+        monkeypatch.setattr(policies.WeightOperand, "was_made", own)
+        thread = threading.Thread(target=OVERTAKING[name], args=(weight,))
+        thread.start()
+        thread.join()
+        own(operand, copy)
+
+    monkeypatch.setattr(policies.WeightOperand, "was_made", overtaken)
+    assert output(weight) == 4.0
+    assert output(weight) == (2.0 if capabilities(queue).is_cpu else 4.0)  # a GPU casts ahead

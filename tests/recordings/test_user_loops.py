@@ -511,6 +511,31 @@ def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monk
     np.testing.assert_array_equal(counter.to_host(), np.full(4, 2.0))
 
 
+def test_copies_of_weights_that_another_thread_makes_are_not_recorded(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that evaluates the model while its step is recorded: a replay would go on with its copies."""
+    kept, look = [], capture.living_tensors
+    for recorded in (False, True):
+        amp.shutdown()
+        handle, model, losses = amp.init(loss_scale=2.0**10), mlp(queue, 10, 16, 3), list[Any]()
+
+        def evaluate(model: Any = model) -> None:
+            with ag.no_grad():
+                model(ag.tensor(to_device(queue, BATCHES[0])))
+
+        def looking(evaluate: Callable[[], None] = evaluate) -> Any:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+            return look()
+
+        monkeypatch.setattr(capture, "living_tensors", looking)
+        _train(queue, handle, model, losses, recorded)
+        kept.append([losses, weights_of(model)])
+    assert_same(kept[1], kept[0])
+
+
 def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) -> None:
     """One that it reaches, and does nothing to, may be another thread's."""
     run = Run(queue)
