@@ -158,7 +158,7 @@ def _as_code(value: Any) -> str:
     return f'"{value.__name__}"' if isinstance(value, type) else repr(value)  # numpy's dtypes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """Settings of the ops inside a region.
 
@@ -184,12 +184,12 @@ class Region:
     allow_banned: bool = False
     verbose: bool = False
     level: str = "O1"
-    init_call: InitCall | None = field(default=None, repr=False, compare=False)
+    init_call: InitCall | None = field(default=None, repr=False)
     modules: ModuleRules | None = None
     rule: ModuleRule | None = None
     is_wide: bool = False
-    castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _ruled: dict[ModuleRule, Region] = field(default_factory=dict, init=False, repr=False, compare=False)
+    castings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _ruled: dict[ModuleRule, Region] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def in_float32(self) -> Region:

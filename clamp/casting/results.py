@@ -187,14 +187,12 @@ class _Results:
         return made
 
     def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
-        # Nodes that a user made by hand have passed nowhere.
-        if any(node.parents and not hasattr(node, "is_observed") for node in bridge.graph(loss)):
-            with forward_again():
-                for node in bridge.in_order(loss):
-                    if not node.parents or hasattr(node, "is_observed"):
-                        continue
-                    if not any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents)):
-                        self._seen(node, node.parents)
+        with forward_again():
+            for node in bridge.in_order(loss):  # those that a user made by hand have passed nowhere
+                if not node.parents or hasattr(node, "is_observed"):
+                    continue
+                if not any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents)):
+                    self._seen(node, node.parents)
         with untold():
             run(loss, grad)
         for observer in self.observers:

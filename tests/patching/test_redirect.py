@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import operator
@@ -12,6 +13,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, make_dataclass
@@ -426,6 +428,20 @@ def test_code_that_a_user_gives_a_function_meanwhile_stays() -> None:
         assert tensor_losses.mse_loss.__code__ is mine
     finally:
         tensor_losses.mse_loss.__code__ = own
+
+
+@pytest.mark.parametrize(("how", "stays"), [("wrapped", True), ("open", False), ("bound", False)])
+def test_what_a_user_redirects_lives_no_longer_than_without(how: str, stays: bool) -> None:
+    def function(x: Any) -> Any:
+        return x
+
+    bindings = redirect.Bindings()
+    bindings.redirect(function, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs), how=how)
+    bindings.restore()
+    reference = weakref.ref(function)
+    del function
+    gc.collect()
+    assert (reference() is not None) == stays
 
 
 def test_threads_that_call_while_amp_comes_and_goes_never_fail(queue: cl.CommandQueue) -> None:

@@ -52,7 +52,7 @@ class Setting:
 
     def __init__(self, queue: cl.CommandQueue, optimizer: Callable[..., Any] = _SGD, **amp_options: Any) -> None:
         self.queue = queue
-        self.handle = amp.init(loss_scale=16.0, **amp_options)
+        self.handle = amp.init(**{"loss_scale": 16.0, **amp_options})
         self.first, self.second, self.third = (mlp(queue, WIDTH, WIDTH, WIDTH, seed=seed) for seed in range(3))
         self.one, self.other = optimizer(self.first.parameters()), optimizer(self.second.parameters())
         self.both = optimizer([*self.first.parameters(), *self.second.parameters()])
@@ -298,6 +298,12 @@ def test_copies_of_weights_that_go_after_their_last_use_change_no_bit(
 def test_no_graph_is_run_twice_whose_copies_are_gone_and_weights_have_moved(queue: cl.CommandQueue, loop: Loop) -> None:
     with pytest.raises(RuntimeError, match=r"the parameter was written to since.*pass enable_caching=True"):
         loop(Setting(queue, enable_caching="last_use"))
+
+
+def test_what_is_asked_of_a_pass_holds_when_it_is_repeated(queue: cl.CommandQueue) -> None:
+    setting = Setting(queue, loss_scale=amp.ScaleRule(initial=2.0**24))
+    retained(setting)
+    assert setting.handle.history[0].repeats > 0
 
 
 @pytest.mark.parametrize("loop", [gan, gan_generator_first, graph_of_another_optimizer, plain])
