@@ -50,7 +50,8 @@ _LEFT_OUT = ("tests/additions", "tests/documents", "tests/mutants", "tests/test_
 _MAPPED = {True: ("tests/ops", "tests/conformance", "tests/functions"), False: ("tests",)}
 _ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": str(HOME / "cache")}
 _PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin")
-_NEAREST, _MOST = 40, 400  # tests for a mutant: at first, and at most
+_NEAREST, _MOST = 100, 400  # tests for a mutant: at first, and at most
+_AT_ONCE = 0.05  # seconds of a test that builds nothing: all its cases come before what takes longer
 
 
 def copy_tree() -> None:
@@ -114,6 +115,7 @@ class Map:
         known = {test.partition("::")[0] for test in self._tests}
         new = [path.relative_to(TREE).as_posix() for path in sorted((TREE / room).glob("test_*.py"))]
         ordered = [test for turn in zip_longest(*sorted(functions.values(), key=far)) for test in turn if test]
+        ordered.sort(key=lambda test: not test.startswith(room) or far([test])[1] > _AT_ONCE)
         return [*(file for file in new if file not in known and not is_kernel), *ordered]
 
     def _passing(self, mutant: Mutant, room: str) -> Iterator[str]:

@@ -30,6 +30,7 @@ from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
+from clamp.recordings.watch import Watch
 from tests.reference import to_device
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -603,3 +604,49 @@ def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQu
         for value in (3.0, 1.0, 4.0):
             hidden[0] = value
             np.testing.assert_array_equal(got(), want())
+
+
+# ---------------------------------------------------------------------------------------------- what has changed
+
+
+class Slotted:
+    __slots__ = ("a",)
+
+
+#: what changes of what a function reads, and how that is called
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a variable around it": (lambda s: s.set_factor(3.0), "factor"),
+    "an attribute of its own": (lambda s: setattr(s.step, "k", 2), "step.k"),
+    "one more": (lambda s: setattr(s.step, "more", 1), "attributes of step"),
+    "its defaults": (lambda s: setattr(s.step, "__defaults__", (2,)), "step's code"),
+    "an object's attribute": (lambda s: setattr(s.held, "a", 2), "held.a"),
+    "one more of an object's": (lambda s: setattr(s.held, "b", 2), "held.(more or fewer)"),
+    "a slot": (lambda s: setattr(s.slotted, "a", 2), "slotted.a"),
+    "a class": (lambda s: setattr(s.held, "__class__", type("Other", (type(s.held),), {})), "the class of held"),
+    "an item": (lambda s: s.table.update(a=2), "table['a']"),
+    "one more item": (lambda s: s.table.update(b=2), "table['(more or fewer)']"),
+    "a place": (lambda s: s.places.__setitem__(1, 5), "places[1]"),
+    "one more place": (lambda s: s.places.append(5), "len(places)"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_has_changed_is_called_as_its_user_would(what: str) -> None:
+    factor, held, slotted, table, places = 2.0, type("Held", (), {})(), Slotted(), {"a": 1}, [1, 2]
+    held.a = slotted.a = 1
+
+    def step(x: float, power: int = 1) -> float:
+        product: float = x * factor * held.a * slotted.a * table["a"] * places[0]
+        return product
+
+    def set_factor(number: float) -> None:
+        nonlocal factor
+        factor = number
+
+    step.k = 1  # type: ignore[attr-defined]
+    watch = Watch({"step": step})
+    assert watch.holds()
+    assert not watch.change()
+    change, name = CHANGES[what]
+    change(types.SimpleNamespace(**locals()))
+    assert watch.change() == name
