@@ -66,9 +66,10 @@ _SIMULATOR = "oclgrind"
 _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel", "Oclgrind": _SIMULATOR}
 
 
-# Of cases that are dealt out, so many on a device to one on another: PoCL takes five times as long to build a kernel as
-# Intel's runtime, without optimisation.
-_TURNS = {"intel": 15}
+# Of cases dealt out, so many are on a device, in the sweep and in an everyday run: PoCL takes five times as long
+# to build a kernel as Intel's runtime, without optimisation.
+_TURNS = {"intel": (15, 60), "pocl": (1, 1)}
+_TURNS_OF_OTHERS = (1, 4)
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
 
@@ -177,8 +178,9 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
 
     In an everyday run each value is met, on some device: each case is run on one. In the sweep any two meet so, but for
     drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any three where
-    CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on the others.
-    So it is on the simulator in either run. What is marked ``once`` has its device.
+    CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on the others,
+    the simulator among them, which has one case of each test in an everyday run, unless it is the only device there is.
+    What is marked ``once`` has its device.
     """
     usual = 2 if is_sweep else 1
     strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
@@ -187,10 +189,12 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
         if hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]][_device(item)].append(item)
     kept = set[pytest.Item]()
-    turns = cycle(name for name in _QUEUES if name != _SIMULATOR for _ in range(_TURNS.get(name, 1)))
+    each = {name: _TURNS.get(name, _TURNS_OF_OTHERS)[not is_sweep] for name in _QUEUES if name != _SIMULATOR}
+    turns = cycle(name for name, count in each.items() for _ in range(count))
     chosen = _quickest_cpu_and_gpus()
     for by_device in tests.values():
-        kept |= _covering(by_device.pop(_SIMULATOR, []), 1)
+        simulated = by_device.pop(_SIMULATOR, [])
+        kept |= _covering(simulated, 1) if is_sweep or len(_QUEUES) == 1 else {*simulated[:1]}
         if not is_sweep and (one := _one_of_long(by_device)):
             kept.add(one)
             continue
