@@ -257,8 +257,8 @@ _HALVES, _LONG = Case(SHAPES["whole tiles"], F16, transpose_b=True), Case(SHAPES
 MUTANTS = [
     ("pairs are in the wrong order",
      "(convert_uint16(x) | convert_uint16(y) << 16)", "(convert_uint16(y) | convert_uint16(x) << 16)", _WHOLE),
-    ("a tail of k is not masked", "bits_before(r + first, end - first)", "bits_at(r + first)",
-     Case(SHAPES["odd edges"], special=True)),
+    ("a tail of k is not masked", "bits_before(r + first * width, end - first, width)",
+     "bits_at(r + first * width, width)", Case(SHAPES["odd edges"], special=True)),
     ("a tail of k together is not masked", "next < depth ? rows : 0", "rows",
      Case(SHAPES["a batch"], transpose_a=True)),
     ("tiles are not turned", "if (by_k == is_b) transpose", "if (by_k != is_b) transpose", _TURNED),
@@ -267,7 +267,8 @@ MUTANTS = [
      Case(((33, 40), (40, 17)), F16, special=True)),
     ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"], in_turn=False)),
-    ("all of a batch pack the first b", "(matrix)B + batch * b_batch", "(matrix)B", Case(SHAPES["a batch"])),
+    ("all of a batch pack the first b", "B += batch * b_batch;", "B += packs_b ? 0 : batch * b_batch;",
+     Case(SHAPES["a batch"])),
     ("a block packs its first panel again", "q * SIDE, t + s", "first_b * SIDE, t + s", _WHOLE),
     ("the second block of k is packed from the first", "q * SIDE, t + s", "q * SIDE, s", _LONG),
     ("a tile of columns by rows is not turned", "if (transposed) transpose_sums(sums);", "",
@@ -435,7 +436,7 @@ def test_its_kernels_are_built_while_it_is_tried(
     done: list[str] = []
 
     def on(_: cl.CommandQueue, **macros: Any) -> None:
-        done.append(f"built for {macros['SRC_T']}")
+        done.append(f"built for {macros['IN_T']}")
         if not compiles:
             raise KernelBuildError
 
@@ -445,7 +446,7 @@ def test_its_kernels_are_built_while_it_is_tried(
     monkeypatch.setattr(amx, "fits", lambda _: done.append("waited") is None)
     x = to_device(queue, np.ones((160, 160), np.float32))
     assert rounds_as_it_reads(x, x, BF16)
-    assert done == ["built for f32", "waited"][not is_tried :]
+    assert done == ["built for bf16", "waited"][not is_tried :]
 
 
 def test_where_the_registers_are_refused_another_engine_multiplies(amx_queue: cl.CommandQueue) -> None:

@@ -59,10 +59,9 @@ class Unit:
         is_half = self.dtype == "float16" and self.parts == 1
         return {"PARTS": self.parts, "DOT_F16": int(is_half), "EMULATE": int(self.emulate)}
 
-    def macros_for(self, source: str) -> dict[str, Any]:
-        """Those of the program of both kernels that packs matrices of this type."""
-        more = {"SUM_STEPS": _SUM_STEPS, "BLOCK_A": _BLOCK_A + 1}
-        return {**self.macros, "IN_T": STORAGE[self.dtype], "SRC_T": STORAGE[source], **more}
+    @property
+    def gemm_macros(self) -> dict[str, Any]:
+        return {**self.macros, "IN_T": STORAGE[self.dtype], "SUM_STEPS": _SUM_STEPS, "BLOCK_A": _BLOCK_A + 1}
 
     @property
     def step_bytes(self) -> int:
@@ -94,12 +93,12 @@ def pays(problem: Problem) -> bool:
     return problem.batches * problem.rows * problem.columns * problem.k > _SMALL * parts
 
 
-def expect(queue: cl.CommandQueue, problem: Problem, source: str) -> None:
-    """Builds the kernels of a product whose B is stored as ``source``, if it would only wait for a trial otherwise."""
+def expect(queue: cl.CommandQueue, problem: Problem) -> None:
+    """Builds the kernels of a product, if it would only wait for a trial otherwise."""
     dtype = problem.a_dtype
     if dtype == problem.b_dtype and dtype in bridge.HALF_DTYPES and amx.is_being_tried(queue.device) and pays(problem):
         with suppress(KernelBuildError):  # the trial will say so
-            _GEMM.on(queue, **unit_of(problem.device, dtype).macros_for(source))
+            _GEMM.on(queue, **unit_of(problem.device, dtype).gemm_macros)
 
 
 def pack(b: Matrix) -> Panels:
@@ -168,17 +167,17 @@ class Product:
         block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._pack_columns, self._own_panels = None, 0
-        strides, copied = (0, 0, panels_b * panel_bytes if columns.batch else 0), False
+        packs, strides, copied = 0, (0, 0, panels_b * panel_bytes if columns.batch else 0), False
         if isinstance(columns, Matrix) and grid[0] == 1 and in_turn:
             self._own_panels = prod(grid) * sums // 4
-            strides, copied = (columns.stride_row, columns.stride_k, columns.stride_batch), copies
+            packs, strides, copied = _width(columns), _strides(columns), copies
         elif isinstance(columns, Matrix):
             self._pack_columns = _Packing(columns, unit, copies, is_b=True)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
-            block_a, block_b, self._own_panels > 0, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
-            **unit.macros_for(columns.tensor.dtype if isinstance(columns, Matrix) else unit.dtype),
+            block_a, block_b, packs, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
+            **unit.gemm_macros,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, c: Tensor, bias: Tensor, copy: Tensor) -> None:
@@ -204,8 +203,8 @@ class _Packing:
         by_panels = min(panels, -(-enough // by_steps))
         by_steps = min(steps, -(-enough // by_panels))
         self._launch = _PACK.bind(
-            queue, (by_panels, by_steps, batches), (1, 1, 1), ..., ..., ..., x.rows, x.k, x.stride_row, x.stride_k,
-            x.stride_batch, is_b, copies, **unit.macros_for(x.tensor.dtype),
+            queue, (by_panels, by_steps, batches), (1, 1, 1), ..., ..., ..., x.rows, x.k, *_strides(x), _width(x),
+            is_b, copies, **unit.gemm_macros,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, copy: Tensor) -> Tensor:
@@ -218,6 +217,16 @@ def packed(b: Matrix, unit: Unit) -> Panels:
     """op(B) in panels."""
     panels = _Packing(b, unit, is_b=True)(b.tensor, b.tensor)
     return Panels(panels, b.batch, b.rows, b.k, max(-(-b.k // _K_STEP), 1) * _PAIRS, _SIDE)
+
+
+def _width(x: Matrix) -> int:
+    """Bytes of an element."""
+    return bridge.ITEMSIZE[bridge.canonical_dtype(x.tensor.dtype)]
+
+
+def _strides(x: Matrix) -> tuple[int, int, int]:
+    """From a row to the next, from a k, from a matrix, in bytes."""
+    return _width(x) * x.stride_row, _width(x) * x.stride_k, _width(x) * x.stride_batch
 
 
 def _lies_as_panels(a: Matrix, unit: Unit, columns: int) -> bool:

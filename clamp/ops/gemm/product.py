@@ -173,7 +173,7 @@ def rounds_as_it_reads(
         if left.batch and not right.batch and not transpose_a:
             left = left.as_one_matrix()
         problem = _problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch))
-        expect(b.queue, problem, b.dtype)
+        expect(b.queue, problem)
         chosen = choose(problem)
         known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
         _are_rounded.keep(key, known)
