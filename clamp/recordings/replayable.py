@@ -283,6 +283,9 @@ class Replayable:
         if any(x is leaf for leaf in self._call.leaves()):
             return x
         value = x.value if isinstance(x, Node) else x
+        whole = bridge.base_of(value) if isinstance(value, Tensor) and not self._is_made(value) else None
+        if isinstance(x, Node) and whole is not None and (whole.shape, whole.dtype) == (value.shape, value.dtype):
+            x.value = value = whole  # what a user's op handed back, which has a view of it
         if isinstance(value, Tensor) and self._is_made(value):
             self._note_made(value)
         elif isinstance(value, Tensor):
