@@ -303,6 +303,14 @@ def simulated(queue: cl.CommandQueue) -> bool:
     return queue.device.platform.name == "Oclgrind"
 
 
+@pytest.fixture
+def amx_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
+    """The queue of a processor's device that has the matrix unit."""
+    if not capabilities(queue).amx:
+        pytest.skip("needs a processor with AMX, and its tile registers")
+    return queue
+
+
 _UNOPTIMISED = "-cl-opt-disable"
 
 

@@ -50,48 +50,27 @@ def train(handle: amp.AmpHandle, model: Any, optimizer: Any, data: Data) -> None
         scaled_loss.backward()
 
 
-@pytest.mark.usefixtures("before")
-def test_an_overflow_skips_the_step_of_an_optimizer_that_no_loss_was_scaled_for(model: Any, bad: Data) -> None:
-    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
-    with amp.init() as handle:
-        train(handle, model, first, bad)
-        second.step()
-        assert not handle.last_step.stepped
-
-
-@pytest.mark.usefixtures("before")
-def test_a_second_step_on_gradients_that_overflowed_is_skipped_too(model: Any, bad: Data) -> None:
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with amp.init() as handle:
-        train(handle, model, optimizer, bad)
-        for _ in range(2):
-            optimizer.step()
-        assert [report.stepped for report in handle.history] == [False, False]
+SKIPPED = {
+    "an optimizer that no loss was scaled for": "bad first, step second",
+    "a second step on what overflowed": "bad first, step first, step first",
+    "what was not cleared, after the next pass": "bad first, step first, good first, step first",
+    "a gradient of two optimizers, from the pass of the other": "bad first, good second, step second",
+}
 
 
 @pytest.mark.usefixtures("before")
 @pytest.mark.filterwarnings("ignore:step . was skipped:UserWarning")
-def test_what_overflowed_and_was_not_cleared_skips_the_step_after_the_next_pass(
-    model: Any, bad: Data, good: Data
-) -> None:
-    optimizer = SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize("loop", SKIPPED.values(), ids=SKIPPED)
+def test_an_overflow_skips_all_steps_until_it_is_cleared(model: Any, bad: Data, good: Data, loop: str) -> None:
+    data = {"bad": bad, "good": good}
+    optimizers = {"first": SGD(model.parameters(), lr=0.1), "second": SGD(model.parameters()[:1], lr=0.1)}
     with amp.init() as handle:
-        for data in (bad, good):
-            train(handle, model, optimizer, data)
-            optimizer.step()
-        assert [report.stepped for report in handle.history] == [False, False]
-
-
-@pytest.mark.usefixtures("before")
-def test_a_gradient_that_overflowed_in_another_optimizers_pass_skips_the_step(
-    model: Any, bad: Data, good: Data
-) -> None:
-    first, second = SGD(model.parameters(), lr=0.1), SGD(model.parameters()[:1], lr=0.1)
-    with amp.init() as handle:
-        train(handle, model, first, bad)
-        train(handle, model, second, good)  # adds to the gradient of the weight that both have
-        second.step()
-        assert not handle.last_step.stepped
+        for what, which in map(str.split, loop.split(", ")):
+            if what == "step":
+                optimizers[which].step()
+            else:
+                train(handle, model, optimizers[which], data[what])
+        assert [report.stepped for report in handle.history] == [False] * loop.count("step")
 
 
 @pytest.mark.usefixtures("before")

@@ -19,13 +19,6 @@ def test_plain_c_computes_right(queue: cl.CommandQueue, dtype: str) -> None:
     assert amx.computes_right(dtype, queue, emulate=True)
 
 
-@pytest.fixture
-def amx_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
-    if not capabilities(queue).amx:
-        pytest.skip("needs a processor with AMX, and its tile registers")
-    return queue
-
-
 def _numbers(kind: str) -> np.ndarray:
     """Bits of 2 x 2 parts of 32 x 64 numbers."""
     random = np.random.default_rng(7)

@@ -113,10 +113,8 @@ def test_slopes_beyond_floats_are_infinite(queue: cl.CommandQueue, simulated: bo
     np.testing.assert_array_equal(to_numpy(dk), ones * [[[[np.inf], [-np.inf]]]])
 
 
-def test_the_unit_has_the_bits_of_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not capabilities(queue).amx:
-        pytest.skip("the processor has no such instruction")
-    q, k, v, g = normal(queue, 6, (1, 3, 150, 40), *BFLOAT16)
+def test_the_unit_has_the_bits_of_plain_c(amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, g = normal(amx_queue, 6, (1, 3, 150, 40), *BFLOAT16)
     found = []
     for emulate in (False, True):
         monkeypatch.setattr(ops, "ENGINES", (Always(emulate),))

@@ -78,12 +78,10 @@ def test_float16_where_the_unit_multiplies_it(queue: cl.CommandQueue, monkeypatc
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("name", ["rows of whole runs", "panels", "remainders of several heights"])
 def test_the_unit_has_the_bits_of_plain_c(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+    amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
-    if not capabilities(queue).amx:
-        pytest.skip("the processor has no such instruction")
     case = SEVERAL[name]
-    x, w, g = (to_device(queue, array, dtype) for array in case.arrays())
+    x, w, g = (to_device(amx_queue, array, dtype) for array in case.arrays())
 
     def computed(engine: str) -> list[Array]:
         options: Any = {"out_dtype": "float32", "engine": engine}

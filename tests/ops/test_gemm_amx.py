@@ -188,13 +188,6 @@ def test_long_sums_of_one_sign_lose_no_bits(
 # ------------------------------------------------------------------------------------------- where there is the unit
 
 
-@pytest.fixture
-def amx_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
-    if not capabilities(queue).amx:
-        pytest.skip("needs a processor with AMX, and its tile registers")
-    return queue
-
-
 def _bits(result: Tensor) -> np.ndarray:
     return np.nan_to_num(to_numpy(result), nan=12345.0)
 

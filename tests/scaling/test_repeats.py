@@ -232,6 +232,16 @@ def writes_it_unseen(task: Task) -> None:
     bridge.write_bytes(task.weight.grad, np.full(task.weight.shape, 3, np.float32).view(np.uint8).reshape(-1))
 
 
+def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
+    """Two steps, and a third pass, which overflows."""
+    for _ in range(2):
+        task.optimizer.zero_grad()
+        task.backward(handle, 2.0**-4)
+        task.optimizer.step()
+    task.optimizer.zero_grad()
+    task.backward(handle, 2.0**20)
+
+
 @pytest.mark.parametrize(
     ("between", "moved"), [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0)]
 )
@@ -241,12 +251,7 @@ def test_what_is_between_a_pass_and_its_step_counts(
     """A step whose gradients have been changed before anybody knew of the overflow is skipped."""
     task = Task(queue)
     with amp.init() as handle:
-        for _ in range(2):
-            task.optimizer.zero_grad()
-            task.backward(handle, 2.0**-4)
-            task.optimizer.step()
-        task.optimizer.zero_grad()
-        task.backward(handle, 2.0**20)
+        to_an_overflow(task, handle)
         before = task.moved
         between(task)
         task.optimizer.step()
@@ -261,12 +266,7 @@ def test_a_step_that_is_interrupted_in_a_repeat_can_be_called_again(
 ) -> None:
     task = Task(queue)
     with amp.init() as handle:
-        for _ in range(2):
-            task.optimizer.zero_grad()
-            task.backward(handle, 2.0**-4)
-            task.optimizer.step()
-        task.optimizer.zero_grad()
-        task.backward(handle, 2.0**20)
+        to_an_overflow(task, handle)
         moved, reads, read = task.moved, iter(range(1, 100)), DeviceState.read
 
         def failing(self: DeviceState) -> Any:
