@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -155,10 +156,11 @@ def _array(archive: zipfile.ZipFile, name: str, most: int) -> Array:
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Whatever is raised inside says that this part of a file is damaged, unless it speaks of the file itself."""
+    """Whatever is raised inside says that this part of a file is damaged, unless it speaks of the file itself, or is
+    none of its: an error of the device, memory that is short, a warning that the caller has made an error."""
     try:
         yield
-    except (CheckpointError, Warning):  # a warning that the caller has made an error is none of the file
+    except (CheckpointError, cl.Error, MemoryError, Warning):
         raise
     except Exception as error:
         raise CheckpointError(f"{path} is damaged: {what}: {type(error).__name__}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,11 @@ def test_state_that_no_attribute_leads_to_is_put_back_by_its_optimizer(queue: cl
 
 
 @pytest.mark.parametrize("make", [Adam, fused])
-def test_an_interrupt_at_any_write_changes_nothing(
+def test_an_interrupt_or_a_failing_device_at_any_write_changes_nothing(
     queue: cl.CommandQueue, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the model's parameters, the optimizer's state or the scales; afterwards training goes on bit by bit."""
+    """Of the model's parameters, the optimizer's state or the scales; afterwards training goes on bit by bit. Nor is
+    the file said to be damaged."""
     file = tmp_path / "run.npz"
     with amp.init() as handle:
         model = mlp(queue, *SQUARE)
@@ -152,10 +154,10 @@ def test_an_interrupt_at_any_write_changes_nothing(
         places = [(bridge, "write_bytes", at) for at in range(len(optimizer.params))]
         places += [(AdamW, "_build_fused_state", 0)] if make is fused else []
         places += [(DynamicLossScale, "load_state_dict", 0)]
-        for owner, name, at in places:
+        for (owner, name, at), error in itertools.product(places, [KeyboardInterrupt, cl.RuntimeError, MemoryError]):
             with monkeypatch.context() as patch:
-                patch.setattr(owner, name, interrupted(getattr(owner, name), at))
-                with pytest.raises(KeyboardInterrupt):
+                patch.setattr(owner, name, interrupted(getattr(owner, name), at, error))
+                with pytest.raises(error):
                     amp.load_checkpoint(file, model, optimizer)
             assert same_bits(weights_of(model), expected)
             assert optimizer.t == 3
@@ -163,14 +165,14 @@ def test_an_interrupt_at_any_write_changes_nothing(
         assert same_bits(weights_of(model), end)
 
 
-def interrupted(call: Any, at: int) -> Any:
-    """The call, which does its work and is then interrupted, the ``at``-th time only."""
+def interrupted(call: Any, at: int, error: type[BaseException]) -> Any:
+    """The call, which does its work and then raises an error, the ``at``-th time only."""
     calls = iter(range(1_000_000))
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
         if next(calls) == at:
-            raise KeyboardInterrupt
+            raise error
         return result
 
     return interrupt
