@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl.io.checkpoint import load_params, save_params
 
-from clamp import amp
+from clamp import amp, bridge
 from tests.checkpoint.test_checkpoints import OPTIMIZERS, WIDTHS, same_bits, train
 from tests.networks import mlp, weights_of
+from tests.reference import HALF_DTYPES, to_numpy
 
 
 @pytest.fixture
@@ -163,3 +165,15 @@ def test_a_file_made_by_hand_loads_or_is_refused_by_name(queue: cl.CommandQueue,
             amp.load_checkpoint(file, model, optimizer)
         assert refused > 25
         train(handle, model, optimizer, range(1), [])
+
+
+@pytest.mark.usefixtures("shut_down")
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_netcls_own_files_hold_16_bit_parameters(queue: cl.CommandQueue, tmp_path: Path, dtype: str) -> None:
+    """Parameter and master have what was saved; netcl would write twice the bytes."""
+    first, second = (amp.decorate(mlp(queue, 4, 8), dtype=dtype) for _ in range(2))
+    save_params(first.parameters(), tmp_path / "run.npz")
+    load_params(queue, second.parameters(), tmp_path / "run.npz")
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        np.testing.assert_array_equal(to_numpy(other), to_numpy(one))
+        np.testing.assert_array_equal(to_numpy(bridge.master_of(other)), to_numpy(one))
