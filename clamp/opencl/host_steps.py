@@ -52,10 +52,13 @@ class _Replay(NamedTuple):
     undo: list[Callable[[], Any]]
 
 
+class _Replays:
+    count = 0
+
+
 class _RecordingState(threading.local):
     recorder: Recorder | None = None
     suspended: bool = False
-    replays: int = 0
 
     def __init__(self) -> None:
         self.replay = _Replay((), (), None, [])
@@ -148,7 +151,7 @@ def replaying(
         repeat: runs its launches and host steps from one position to another once more.
     """
     replay = _Replay(recorded, now, repeat, [])
-    _thread.replays += 1
+    _Replays.count += 1
     with holding(_thread, "replay", replay):
         try:
             yield
@@ -159,8 +162,8 @@ def replaying(
 
 
 def replays() -> int:
-    """How many replays this thread has begun."""
-    return _thread.replays
+    """How many replays have begun."""
+    return _Replays.count
 
 
 def moved() -> list[tuple[Any, Any]]:
