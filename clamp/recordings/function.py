@@ -96,7 +96,7 @@ class RecordedFunction:
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
         self._given: list[weakref.ref[Node]] = []  # by one run, with graphs: backward may come yet
         self._waits = 0  # calls that were not recorded for that
-        self._bound: tuple[RecordedFunction, Any] | None = None  # of a method: to what, and what is the function of it
+        self._bound: tuple[Any, Any] = None, None  # of a method: the recorded function that it is of, and the object
         self._unwatched = frozenset({*vars(self), "_unwatched", "__wrapped__"})
         functools.update_wrapper(self, function)
 
@@ -109,10 +109,13 @@ class RecordedFunction:
         if not isinstance(own, dict):
             return MethodType(self, instance)
         key = f"recorded {self._name}"
-        bound = own.get(key)
-        if bound is None or bound._bound is None or bound._bound[0] is not self or bound._bound[1] is not instance:
-            bound = own[key] = RecordedFunction(self.__wrapped__.__get__(instance, owner))
-            bound._bound = self, instance
+        while (known := own.get(key)) is not None and known._bound[1] is instance:
+            if known._bound[0] is self:
+                return known
+            key += "'"  # another function has this name: a lambda, say
+        bound = RecordedFunction(self.__wrapped__.__get__(instance, owner))
+        bound._bound = self, instance
+        own[key] = bound
         return bound
 
     def __reduce__(self) -> Any:
@@ -193,8 +196,9 @@ class RecordedFunction:
     def _may_be_trained(self) -> bool:
         """Returns whether results of a run are still held, and no backward has come to them: it may come to those of
         this call as well, as where a function is called twice for one loss. A loop over data lets go of them."""
-        self._waits += any(ref() is not None for ref in self._given)
-        return 0 < self._waits <= _MOST_WAITS and any(ref() is not None for ref in self._given)
+        are_held = any(ref() is not None for ref in self._given)
+        self._waits += are_held
+        return are_held and self._waits <= _MOST_WAITS
 
     def _graph_is_used(self) -> None:
         self._variants.never()

@@ -176,7 +176,7 @@ class Watch:
             (value,) = self._add(lambda: (x.get(None),), lambda *_: name)
             self._push(value, name)
         elif issubclass(kind, threading.local):  # what this thread has of it
-            self._mapping(threading.local.__getattribute__(x, "__dict__"), lambda key: f"{name}.{key}")
+            self._mapping(_ThreadsOwn(x), lambda key: f"{name}.{key}")
             self._push(kind, name)
         elif issubclass(kind, weakref.ReferenceType):
             self._through(x, name)
@@ -276,6 +276,8 @@ class Watch:
         names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
         if is_of_library(module.__name__):
             names = [name for name in names if issubclass(type(own[name]), MutableMapping)]
+        if not names:
+            return
         seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
         for name, value in zip(names, seen, strict=True):
             if isinstance(value, ModuleType):
@@ -361,6 +363,27 @@ class _Slots(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._slots)
+
+
+class _ThreadsOwn(Mapping[str, Any]):
+    """What the thread that asks has of a ``threading.local``. A new thread may have the number of one that has ended,
+    and so its recordings."""
+
+    def __init__(self, local: threading.local) -> None:
+        self._local = local
+
+    def __getitem__(self, name: str) -> Any:
+        return self._own()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._own()))
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def _own(self) -> dict[str, Any]:
+        own: dict[str, Any] = threading.local.__getattribute__(self._local, "__dict__")
+        return own
 
 
 def _behind(proxy: Any) -> Any:

@@ -567,6 +567,17 @@ def test_whatever_a_class_makes_of_a_recorded_function_it_is_that(queue: cl.Comm
             assert to_numpy(super(Scaled, objects[1]).method(x).value)[0] == 7.0
 
 
+def test_functions_of_one_name_have_recordings_each(queue: cl.CommandQueue) -> None:
+    class Lambdas:
+        one, other = (amp.record(lambda self, x, factor=factor: scaled(x, factor)) for factor in (2.0, 3.0))
+
+    each, x = Lambdas(), to_device(queue, np.ones(3))
+    with amp.init(dtype="float32"), ag.no_grad():
+        for _ in range(4):
+            assert [to_numpy(call(x).value)[0] for call in (each.one, each.other)] == [2.0, 3.0]
+    assert (each.one.recordings, each.other.recordings) == (1, 1)
+
+
 def test_an_object_without_a_dict_has_methods_too(queue: cl.CommandQueue) -> None:
     class Lean:
         __slots__ = ("factor",)

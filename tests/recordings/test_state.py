@@ -606,6 +606,23 @@ def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQu
             np.testing.assert_array_equal(got(), want())
 
 
+def test_a_thread_with_the_number_of_one_that_has_ended_has_its_own() -> None:
+    """Recordings are of a thread, by its number, which systems give again."""
+    own, watches = threading.local(), list[Watch]()
+
+    def work(factor: float) -> None:
+        own.factor = factor
+        watches.append(Watch({"step": lambda x: x * own.factor}))
+        assert watches[-1].holds()
+
+    thread = threading.Thread(target=work, args=(1.0,))
+    thread.start()
+    thread.join()
+    for factor in (1.0, 3.0):
+        own.factor = factor
+        assert watches[0].holds() == (factor == 1.0)
+
+
 # ---------------------------------------------------------------------------------------------- what has changed
 
 
