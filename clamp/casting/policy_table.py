@@ -304,7 +304,7 @@ def read_list(path: str | Path) -> list[Entry]:
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
-    text, found = _text_of(path), dict[str, Entry]()
+    text, found = _text_of(path), dict[str, tuple[str, Entry]]()
     for entry in parse_list(text, str(path)):
         name, where = _listed_name(entry), f"{path}, line {_line_of(text, entry.name)}: "
         if name is None:
@@ -313,10 +313,11 @@ def read_list(path: str | Path) -> list[Entry]:
                 "of yours is registered: amp.register(Class, name, policy)"
             )
         if name in found:
-            policy = found[name].policy.value
-            raise PolicyError(f"{where}{entry.name!r} is already listed as {policy} by another name, {name!r}")
-        found[name] = replace(entry, name=name)
-    return list(found.values())
+            other, listed = found[name]
+            policy = listed.policy.value
+            raise PolicyError(f"{where}{entry.name!r} is already listed as {policy} by another name, {other!r}")
+        found[name] = entry.name, replace(entry, name=name)
+    return [listed for _, listed in found.values()]
 
 
 def _listed_name(entry: Entry) -> str | None:
