@@ -138,13 +138,10 @@ def _train(network: Network, dtype: str, device: cl.Device) -> None:
 
 
 def _run_script(script: str) -> None:
-    """Runs a user's training script until some steps are done; one that makes none under AMP has nothing compiled."""
-    steps = 0
+    """Runs a user's script until some steps are done, if it makes any."""
 
     def add(wrapped: Any, reports: Reports, args: Any, kwargs: Any) -> StepReport:
-        nonlocal steps
         added: StepReport = wrapped(*args, **kwargs)
-        steps = reports.steps
         if reports.steps == _STEPS:
             raise EnoughError
         return added
@@ -153,8 +150,8 @@ def _run_script(script: str) -> None:
     sys.argv = [script]
     with suppress(EnoughError):
         run_file(script)
-        if not steps:
-            sys.exit("it has made no step under AMP: warm compiles for scripts that call amp.init() or the like")
+        if not program.built_programs():
+            sys.exit("it has computed nothing under AMP: warm compiles for scripts that turn it on, by amp.init() say")
 
 
 @contextmanager

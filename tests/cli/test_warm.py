@@ -40,6 +40,21 @@ for step in range(10**9):
     optimizer.step()
 """
 
+INFERENCE = """
+import numpy as np
+import pyopencl as cl
+from netcl import autograd as ag
+from netcl.core.tensor import Tensor
+
+from clamp import amp
+from clamp.cli.devices import choose_device
+
+context = cl.Context([choose_device({device!r})])
+queue = cl.CommandQueue(context)
+with amp.autocast(dtype="bfloat16"):
+    ag.exp(ag.tensor(Tensor.from_host(queue, np.ones((2, 5), np.float32))))
+"""
+
 
 @pytest.fixture
 def device(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -82,11 +97,21 @@ def test_the_list_shows_what_programs_take_and_keeps_none(
     assert not list((tmp_path / "kept").glob("*.program"))
 
 
+def test_a_script_that_makes_no_step_has_its_programs_compiled(device: str, tmp_path: Path) -> None:
+    script = tmp_path / "infer.py"
+    script.write_text(INFERENCE.format(device=device))
+    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+    assert list((tmp_path / "kept").glob("*.program"))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("raise ValueError('no data here')", "ValueError: no data here"),
-        ("import netcl", "it has made no step under AMP: warm compiles for scripts that call amp.init() or the like"),
+        (
+            "import netcl",
+            "it has computed nothing under AMP: warm compiles for scripts that turn it on, by amp.init() say",
+        ),
     ],
 )
 def test_a_script_that_fails_is_reported(
