@@ -197,11 +197,14 @@ def _rank(targets: Any) -> int:
 
 
 def labels_given(name: str, labels: Any, x: Tensor) -> Any:
-    """Labels as they are given: a tensor, which must be on x's queue, or something on the host."""
+    """Labels as they are given: a tensor, which must be on x's queue, or something on the host, where float64 ones are
+    read, too."""
     value = labels.value if isinstance(labels, Node) else labels
     if isinstance(value, Tensor):
-        if not bridge.on_device(value) or value.dtype not in ops.LABEL_STORAGE:
+        if not bridge.on_device(value):
             raise NotOwned
+        if value.dtype not in ops.LABEL_STORAGE:
+            return value.to_host()
         bridge.require_same_queue(name, x, value)
     return value
 
@@ -242,7 +245,7 @@ def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) 
     (x,) = casting.operands(as_node(logits))
     rows, _ = _require_rows(name, x)
     labels = labels_given(name, targets, x.value)
-    if not isinstance(targets, Tensor):
+    if not isinstance(targets, Tensor) or labels is not targets:
         raise NotOwned
     if labels.size != rows:
         raise ValueError(f"{name}: expected {rows} targets, got {labels.size}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -88,13 +89,14 @@ _INDICES = frozenset({"idx", "labels"})  # which netcl reads on the host, in any
 def _refuse_misread(entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises TypeError where netcl's function, which a call is left to, would take a tensor's bytes for numbers of
     another dtype: its kernels have the dtype of one tensor for all of them, and some have float32 whatever they get."""
-    given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    tensors = [x.value if isinstance(x, Node) else x for x in (*args, *kwargs.values())]
+    if all(not isinstance(x, Tensor) or x.dtype in STORAGE for x in tensors):
+        return  # before the signature is made, which takes long
+    names = [*islice(inspect.signature(function).parameters, len(args)), *kwargs]
     dtypes = {
-        name: "float32" if tensor.dtype in STORAGE else canonical_dtype(tensor.dtype)
-        for name, x in given.items()
-        if isinstance(tensor := x.value if isinstance(x, Node) else x, Tensor)
-        and name not in _INDICES
-        and on_device(tensor)
+        name: "float32" if x.dtype in STORAGE else canonical_dtype(x.dtype)
+        for name, x in zip(names, tensors, strict=False)
+        if isinstance(x, Tensor) and name not in _INDICES and on_device(x)
     }
     foreign = [(name, dtype) for name, dtype in dtypes.items() if dtype != "float32"]
     if foreign and (len(set(dtypes.values())) > 1 or entry.name in netcl_misreads()):

@@ -37,11 +37,12 @@ def run(function: Callable[..., Any], casting: Casting, *args: Any, seed: float 
     return loss
 
 
-@pytest.mark.parametrize("kind", ["int32 tensor", "float tensor", "node", "array", "list"])
+@pytest.mark.parametrize("kind", ["int32 tensor", "float tensor", "float64 tensor", "node", "array", "list"])
 def test_labels_equal_one_hot(queue: cl.CommandQueue, kind: str) -> None:
     labels: Any = {
         "int32 tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.int32), dtype="int32"),
         "float tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.float32)),
+        "float64 tensor": lambda: Tensor.from_host(queue, CLASSES.astype(np.float64), dtype="float64"),
         "node": lambda: Node(value=Tensor.from_host(queue, CLASSES.astype(np.int32), dtype="int32")),
         "array": lambda: CLASSES,
         "list": lambda: CLASSES.tolist(),
