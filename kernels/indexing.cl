@@ -331,10 +331,18 @@ __kernel void one_hot(__global const int *restrict index, __global STORAGE(Y_T) 
 #endif
 
 #ifdef TO_INDEX
-// Whole numbers stored as floats, cut off towards zero.
+// Whole numbers stored as floats, cut off towards zero, or as longs (X_T i64). What no int is becomes the nearest, which
+// is no index of anything, and not 0.
+#define storage_i64 long
+#define int_f32 convert_int_sat_rtz
+#define int_f16 convert_int_sat_rtz
+#define int_bf16 convert_int_sat_rtz
+#define load_i64(p, i) (p)[i]
+static inline int int_i64(long v) { return v > INT_MAX ? INT_MAX : v < INT_MIN ? INT_MIN : (int)v; }
+
 __kernel void to_index(__global const STORAGE(X_T) *restrict x, __global int *restrict index, const ulong n,
                        const uint span) {
     const size_t first = get_global_id(0) * (size_t)span, last = min(first + span, (size_t)n);
-    for (size_t at = first; at < last; at++) index[at] = convert_int_sat_rtz(LOAD(X_T, x, at));
+    for (size_t at = first; at < last; at++) index[at] = CAT(int_, X_T)(LOAD(X_T, x, at));
 }
 #endif

@@ -309,13 +309,6 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return made
 
 
-def words_of(tensor: Tensor) -> Tensor:
-    """The memory of an int64 tensor as int32 numbers (size, 2), the low half of each first."""
-    made = Tensor(tensor.buffer, (tensor.size, 2), "int32", tensor.context, tensor.queue, None, backend="cl")
-    made._base = tensor
-    return made
-
-
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory a view shows; None of what is no view."""
     return getattr(tensor, "_base", None)

@@ -41,14 +41,15 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
 
 
 def whole_value(x: TensorLike) -> Tensor:
-    """The tensor of an argument that holds indices, positions or a mask: as ``owned_value``, int64 as int32.
+    """The tensor of an argument that holds indices, positions or a mask: as ``owned_value``, int64 as int32
+    (``ops.to_index``).
 
     Raises:
         NotOwned: it is something else.
     """
     value = x.value
     if getattr(value, "dtype", None) == "int64" and bridge.on_device(value):
-        return ops.narrowed(value)
+        return bridge.view(ops.to_index(value), value.shape)
     return owned_value(x)
 
 

@@ -182,14 +182,9 @@ def one_hot(index: Tensor, classes: int, *, out_dtype: str) -> Tensor:
     return out
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """int64 numbers as int32: the low half of each, which is the number itself from -2^31 to 2^31 - 1."""
-    low = index_select(bridge.words_of(x), 1, bridge.zeros(x.queue, (1,), "int32"), out_dtype="int32")
-    return bridge.view(low, x.shape)
-
-
 def to_index(x: Tensor) -> Tensor:
-    """Whole numbers stored in a floating dtype as a flat int32 tensor (fractions are cut off, as by ``astype``)."""
+    """Whole numbers of a floating dtype or of int64 as a flat int32 tensor: fractions are cut off, as by ``astype``;
+    what is beyond int32 becomes the nearest there, which is no place of any axis, and not 0."""
     out = bridge.empty(x.queue, (x.size,), "int32")
     if x.size:
         span = span_for(x.queue, x.size)

@@ -103,7 +103,7 @@ def _refuse_misread(entry: Entry, function: Any, args: tuple[Any, ...], kwargs: 
         name, dtype = foreign[0]
         raise TypeError(
             f"{entry.function}: {name} is {dtype}, which netcl's kernel would misread: pass a float32, float16 or "
-            "bfloat16 tensor (indices, labels and positions: int32)"
+            "bfloat16 tensor (indices, labels, positions, masks: int32 or int64)"
         )
 
 

@@ -186,6 +186,17 @@ _WHOLE: dict[str, Any] = {  # what takes whole numbers: of x (6, 5), of their te
 }
 
 
+def test_int64_beyond_int32_is_no_index_and_not_zero(queue: cl.CommandQueue, amp_on: None) -> None:
+    numbers = np.array([1, 2**32 + 1, -(2**32), 2**31, -(2**31) - 1, 0])
+    given, x = Tensor.from_host(queue, numbers, dtype="int64"), leaf(queue, np.ones((6, 1)), "float16")
+    is_one = np.array([[1], [np.nan], [np.nan], [np.nan], [np.nan], [1]])
+    np.testing.assert_array_equal(to_numpy(ag.index_select(x, 0, given).value), is_one)
+    np.testing.assert_array_equal(to_numpy(ag.one_hot(given, 2))[:, 1], [1, 0, 0, 0, 0, 0])
+    condition = ag.tensor(Tensor.from_host(queue, numbers[:, None], dtype="int64"))
+    np.testing.assert_array_equal(to_numpy(ag.where(condition, x, 5.0).value)[:, 0], [1, 1, 1, 1, 1, 5])
+    np.testing.assert_array_equal(to_numpy(ag.masked_fill(x, condition.value, 5.0).value)[:, 0], [5, 5, 5, 5, 5, 1])
+
+
 @pytest.mark.parametrize("what", _WHOLE)
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_int64_is_read_as_int32(queue: cl.CommandQueue, dtype: str, what: str, amp_on: None) -> None:
