@@ -111,7 +111,8 @@ class Launch:
         self._kernel, self._global_size, self._local_size, self._args = kernel, global_size, local_size, args
         self._known_as = known_as or kernel
         self._places = [place for place, arg in enumerate(args) if arg is ...]
-        self._setters: tuple[list[type[Any]], list[Callable[[Any], Any]]] = [], []  # the last, by what they set
+        # of the types that were given last
+        self._setters: tuple[list[type[Any]] | None, list[Callable[[Any], Any]]] = None, []
 
     @classmethod
     def like(

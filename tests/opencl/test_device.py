@@ -278,3 +278,14 @@ FORKED = """if True:
 def test_a_forked_process_computes_or_says_why_not(queue: cl.CommandQueue) -> None:
     """PoCL's threads stay with the parent: a child would wait for them for ever."""
     assert set(ast.literal_eval(run_script(queue, "-c", FORKED)).values()) == {0}
+
+
+def test_a_device_that_answers_with_an_error_is_left_to_who_uses_it(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise cl.LogicError("the context is the parent's")
+
+    monkeypatch.setattr(device, "_answering", {})
+    monkeypatch.setattr(cl, "enqueue_copy", refuse)
+    device.require_answer(queue)  # and no traceback out of a thread, which pytest would raise

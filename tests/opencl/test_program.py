@@ -104,8 +104,10 @@ def test_a_call_is_repeated_with_its_own_arguments_whatever_its_kernel_does_mean
 
 def test_a_bound_launch_takes_as_many_buffers_as_it_left_open(queue: cl.CommandQueue) -> None:
     (bound,) = bound_cast(queue, 2)
-    with pytest.raises(TypeError, match="leaves 2 open, got 1"):
-        bound(queue, to_device(queue, np.ones(2)).buffer)
+    buffer = to_device(queue, np.ones(2)).buffer
+    for given in ([], [buffer], [buffer] * 3):
+        with pytest.raises(TypeError, match=f"leaves 2 open, got {len(given)}"):
+            bound(queue, *given)
 
 
 def test_a_kernel_may_call_what_the_short_header_lacks(
