@@ -15,12 +15,10 @@
 //   BLOCK_A   the most panels of A of a work-item that visits a tile more than once
 
 #include "amx.clh"
-
-#define PANEL_SPACE __global
 #include "amx_pack.clh"
 
-// Work-item (share of the panels, share of the steps, batch). Strides are of bytes. Of B, `is_b`, rows are columns. What f32 is rounded to goes
-// to `copy` as well, if it `copies`.
+// Work-item (share of the panels, share of the steps, batch). Strides are in bytes, `width` those of an element. Of B,
+// `is_b`, rows are columns. What f32 is rounded to goes to `copy` as well, if it `copies`.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels, matrix_copy copy,
                                               const ulong rows, const ulong K, const ulong stride_row,
                                               const ulong stride_k, const ulong stride_batch, const uint width,
@@ -85,14 +83,14 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
 
 // Work-item (block of rows, block of columns, batch): block_a x block_b tiles of C. Rows of a panel of A are a_row bytes
 // apart, its steps a_step, panels a_panel, and matrices a_batch: panels, or 16-bit A itself. C of float32 without bias
-// and relu may be `streamed`. `transposed`, C is N x M, and bias is of M. If it `packs_b`, B is a matrix of elements of so
-// many bytes, `panels` has place for SUM_STEPS steps of one a block, and what B is rounded to goes to `copy`, if it
-// `copies`.
+// and relu may be `streamed`. `transposed`, C is N x M, and bias is of M. B is in panels, or, where `b_width` is not 0,
+// a matrix of elements of so many bytes, b_row, b_k and b_batch bytes apart: `panels` has place for SUM_STEPS steps of
+// one panel a block then, and what B is rounded to goes to `copy`, if it `copies`.
 __kernel ONE_WORK_ITEM WIDE_VECTORS void
 gemm(__global const uchar *A, __global const uchar *B, __global void *C, __global const void *bias,
      __global uint *panels, __global ushort *copy, const ulong M, const ulong N, const ulong K, const ulong a_row,
      const ulong a_step, const ulong a_panel, const ulong a_batch, const ulong b_row, const ulong b_k,
-     const ulong b_batch, const uint block_a, const uint block_b, const uint packs_b, const int copies,
+     const ulong b_batch, const uint block_a, const uint block_b, const uint b_width, const int copies,
      const int transposed, const int streamed, const int out_type, const int bias_type, const int has_bias,
      const int relu) {
     const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), batch = get_global_id(2);
@@ -103,16 +101,16 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
     A += batch * a_batch;
     const size_t block = (batch * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     B += batch * b_batch;
-    if (packs_b) panels += block * min(steps, (size_t)SUM_STEPS) * (STEP_BYTES / sizeof(uint));
+    if (b_width) panels += block * min(steps, (size_t)SUM_STEPS) * (STEP_BYTES / sizeof(uint));
     begin_tiles();
     for (size_t q = first_b; q < end_b; q++)
         for (size_t t = 0; t < steps; t += SUM_STEPS) {
             const size_t count = min((size_t)SUM_STEPS, steps - t);
             const bool is_last = t + count == steps;
-            lines_b b = packs_b ? (lines_b)panels : B + (q * steps + t) * STEP_BYTES;
-            for (size_t s = 0; packs_b && s < count; s++)
+            lines_b b = b_width ? (lines_b)panels : B + (q * steps + t) * STEP_BYTES;
+            for (size_t s = 0; b_width && s < count; s++)
                 pack_step(B, panels + s * (STEP_BYTES / sizeof(uint)), 1, 0, q * SIDE, t + s, N, K, b_row, b_k, 1,
-                          (matrix_copy)copy, copies, packs_b);
+                          (matrix_copy)copy, copies, b_width);
             for (size_t p = first_a; p < end_a; p++) {
                 float *total = totals + (steps > SUM_STEPS ? (p - first_a) * SUMS : 0);
                 lines_a a = A + p * a_panel + t * a_step;

@@ -260,7 +260,7 @@ MUTANTS = [
      Case(((33, 40), (40, 17)), F16, special=True)),
     ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"], in_turn=False)),
-    ("all of a batch pack the first b", "B += batch * b_batch;", "B += packs_b ? 0 : batch * b_batch;",
+    ("all of a batch pack the first b", "B += batch * b_batch;", "B += b_width ? 0 : batch * b_batch;",
      Case(SHAPES["a batch"])),
     ("a block packs its first panel again", "q * SIDE, t + s", "first_b * SIDE, t + s", _WHOLE),
     ("the second block of k is packed from the first", "q * SIDE, t + s", "q * SIDE, s", _LONG),

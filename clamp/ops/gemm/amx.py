@@ -167,16 +167,16 @@ class Product:
         block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._pack_columns, self._own_panels = None, 0
-        packs, strides, copied = 0, (0, 0, panels_b * panel_bytes if columns.batch else 0), False
+        width, strides, copied = 0, (0, 0, panels_b * panel_bytes if columns.batch else 0), False
         if isinstance(columns, Matrix) and grid[0] == 1 and in_turn:
             self._own_panels = prod(grid) * sums // 4
-            packs, strides, copied = _width(columns), _strides(columns), copies
+            width, strides, copied = _width(columns), _strides(columns), copies
         elif isinstance(columns, Matrix):
             self._pack_columns = _Packing(columns, unit, copies, is_b=True)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = _GEMM.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
-            block_a, block_b, packs, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
+            block_a, block_b, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
             **unit.gemm_macros,
         )  # fmt: skip
 
