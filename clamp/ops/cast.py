@@ -7,7 +7,8 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel, Launch, Prepared
+from clamp.opencl.launches import Launch
+from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.launch import launch, pieces_for, span_for
 
 CAST = Kernel("cast.cl", "cast")

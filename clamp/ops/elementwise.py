@@ -20,7 +20,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import READ_STORAGE, Kernel, Launch, Prepared
+from clamp.opencl.launches import Launch
+from clamp.opencl.program import READ_STORAGE, Kernel, Prepared
 from clamp.ops.arguments import at_least, at_most, bounds, saturated
 from clamp.ops.launch import index_type, launch, pieces_for, span_for
 

@@ -14,7 +14,8 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel, Launch, Prepared
+from clamp.opencl.launches import Launch
+from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.cast import LISTENERS
 from clamp.ops.launch import pieces_for
 from clamp.ops.slots import filled, open_slots, slots_for, tiles_of

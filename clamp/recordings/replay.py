@@ -15,7 +15,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Tensor, address_of
 from clamp.opencl.host_steps import refuse, replaying
-from clamp.opencl.program import Launch, launches_are_watched
+from clamp.opencl.launches import Launch, launches_are_watched
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of

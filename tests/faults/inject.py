@@ -17,7 +17,7 @@ import netcl
 import pyopencl as cl
 
 import clamp
-from clamp.opencl import program
+from clamp.opencl import launches
 
 _FOLDERS = tuple(str(Path(module.__file__).parent) + "/" for module in (clamp, netcl))
 
@@ -48,17 +48,17 @@ class Calls:
         places += [(cl.Kernel, "__call__"), (cl.Kernel, "__init__"), (cl.Kernel, "clone"), (cl.Buffer, "__init__")]
         places += [(cl.Buffer, "get_sub_region"), (cl.Program, "build")]
         before = [(owner, name, getattr(owner, name)) for owner, name in places]
-        own = program._own_call, program._own_enqueue
+        own = launches._own_call, launches._own_enqueue
         try:
             for owner, name, original in before:
                 setattr(owner, name, self._counting(f"{owner.__name__}.{name}", original))
             # A launch takes its short way only where nobody watches.
-            program._own_call, program._own_enqueue = cl.Kernel.__call__, cl.enqueue_nd_range_kernel
+            launches._own_call, launches._own_enqueue = cl.Kernel.__call__, cl.enqueue_nd_range_kernel
             yield
         finally:
             for owner, name, original in before:
                 setattr(owner, name, original)
-            program._own_call, program._own_enqueue = own
+            launches._own_call, launches._own_enqueue = own
 
     def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

@@ -9,6 +9,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl import program
+from clamp.opencl.launches import Launch
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
 from tests.reference import integers, to_device, to_numpy
@@ -50,7 +51,7 @@ def test_a_kernel_that_is_declared_with_tensors_asks_them_for_their_types(queue:
     assert to_numpy(y).tolist() == [1.5] * 3
 
 
-def bound_cast(queue: cl.CommandQueue, *sizes: int) -> list[program.Launch]:
+def bound_cast(queue: cl.CommandQueue, *sizes: int) -> list[Launch]:
     kernel = program.Kernel("cast.cl", "cast")
     macros = {"X_T": "f32", "Y_T": "f16", "PIECES": 0}
     return [kernel.bind(queue, (1,), (1,), ..., ..., size, size, **macros) for size in sizes]
@@ -90,7 +91,7 @@ def test_a_call_is_repeated_with_its_own_arguments_whatever_its_kernel_does_mean
 ) -> None:
     kernel = program.Kernel("cast.cl", "cast").on(queue, X_T="f32", Y_T="f16", PIECES=0)
     x, y, z = (to_device(queue, np.full(5, value), dtype) for value, dtype in ((1, "float32"), *[(0, "float16")] * 2))
-    three, whole = (program.Launch.like(kernel, (1,), (1,), (x.buffer, y.buffer, n, n), [1]) for n in (3, 5))
+    three, whole = (Launch.like(kernel, (1,), (1,), (x.buffer, y.buffer, n, n), [1]) for n in (3, 5))
     other = to_device(queue, np.full(5, 2.0))
     kernel(queue, (1,), (1,), other.buffer, y.buffer, 2, 2)
     three(queue, z.buffer)
