@@ -11,8 +11,8 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import CastArguments, casts_to
+from clamp.casting.module_rules import ModuleRules
 from clamp.casting.operands import say_nothing
-from clamp.casting.regions import ModuleRules
 from clamp.params.masters import narrow, showing_masters
 
 SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")

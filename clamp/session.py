@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clamp import bridge
+from clamp.casting.module_rules import ModuleRules, rules_for
 from clamp.casting.policy_table import (
     CastPolicy,
     Entry,
@@ -19,9 +20,8 @@ from clamp.casting.policy_table import (
     default_table,
     names_in,
     read_list,
-    rules_for,
 )
-from clamp.casting.regions import Caching, InitCall, ModuleRules, Region, check_caching, given_to, thread_region
+from clamp.casting.regions import Caching, InitCall, Region, check_caching, given_to, thread_region
 from clamp.casting.results import RESULTS
 from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle

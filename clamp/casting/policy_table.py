@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.resources import files
@@ -98,57 +97,6 @@ def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterabl
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown {what} {dtype!r}: pass one of {', '.join(known)}")
     return name
-
-
-@dataclass(frozen=True)
-class ModuleRule:
-    """The AMP dtype of some modules: of those whose paths a pattern matches, and of what is in them.
-
-    Attributes:
-        pattern: of ``fnmatch``, for the whole path of a module in its model, ``"layers.2.norm"``; ``*`` matches dots,
-            too. One that ends in ``.*`` is for the module before it as well.
-        dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: everything float, as at level O0.
-    """
-
-    pattern: str
-    dtype: str
-
-    def matches(self, path: str) -> bool:
-        """Returns whether the rule is for the module of this path: its pattern matches that, or that of one around."""
-        found = fnmatchcase(path, self.pattern) or fnmatchcase(path, self.pattern.removesuffix(".*"))
-        return found or (path != "" and self.matches(path.rpartition(".")[0]))
-
-    def names(self, path: str) -> bool:
-        """Returns whether it is for this module by name, and not by a wildcard for what happens to be there."""
-        return fnmatchcase(path, self.pattern) and path.rpartition(".")[2] == self.pattern.rpartition(".")[2]
-
-    def __str__(self) -> str:
-        return f"{self.pattern}: {self.dtype}"
-
-
-def module_rules(modules: Mapping[str, bridge.DTypeLike] | None) -> tuple[ModuleRule, ...]:
-    """The rules of a mapping from patterns to dtypes; none of None.
-
-    Raises:
-        TypeError: it is no mapping, or a pattern no text.
-        ValueError: a dtype is none of AMP's.
-    """
-    if modules is None:
-        return ()
-    takes = 'modules takes a dict of patterns and dtypes, such as {"head.*": "float32"}'
-    if not isinstance(modules, Mapping):
-        raise TypeError(f"{takes}, got {modules!r}")
-    for pattern in modules:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{takes}; a pattern is a text, for the paths of modules, got {pattern!r}")
-    return tuple(
-        ModuleRule(pattern, check_dtype(dtype, f"dtype for modules[{pattern!r}]")) for pattern, dtype in modules.items()
-    )
-
-
-def rule_for(rules: Iterable[ModuleRule], path: str) -> ModuleRule | None:
-    """The rule that decides about the module of a path: the first that is for it."""
-    return next((rule for rule in rules if rule.matches(path)), None)
 
 
 LEVELS = ("O0", "OD", "O1", "O2")
@@ -260,7 +208,7 @@ def names_in(what: str, names: Iterable[str] | None) -> tuple[str, ...]:
 _CALLS = "calls.toml"
 _DEFECTS = "defects.toml"
 _IN_PLACE = "in_place"  # a table of functions of policy FLOAT
-_MODULES = "modules"  # a table of patterns of paths of modules, and their dtypes
+MODULES = "modules"  # a table of patterns of paths of modules, and their dtypes
 
 
 @cache  # a table is immutable, and an autocast region without an init asks for it every time
@@ -304,7 +252,7 @@ def read_list(path: str | Path) -> list[Entry]:
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"lists takes the path of a list file, got {path!r}")
-    text, found = _text_of(path), dict[str, tuple[str, Entry]]()
+    text, found = text_of(path), dict[str, tuple[str, Entry]]()
     for entry in parse_list(text, str(path)):
         name, where = _listed_name(entry), f"{path}, line {_line_of(text, entry.name)}: "
         if name is None:
@@ -342,28 +290,8 @@ def _listed_name(entry: Entry) -> str | None:
     return next(same, entry.name)
 
 
-def rules_for(
-    modules: Mapping[str, bridge.DTypeLike] | None, lists: str | Path | None, level: str
-) -> tuple[ModuleRule, ...]:
-    """The rules for modules of an ``init``: those of its argument, then those of a list file's table ``modules``.
-
-    Raises:
-        ValueError: an unknown dtype, a 16-bit one at level O0, or a file that cannot be read or is malformed.
-        TypeError: ``modules`` is no mapping of texts, or ``lists`` no path.
-    """
-    rules = module_rules(modules)
-    if lists is not None:
-        read_list(lists)  # raises where something is wrong with it
-        rules += module_rules(tomllib.loads(_text_of(lists)).get(_MODULES))
-    if level == "O0" and (in_half := [rule for rule in rules if rule.dtype != "float32"]):
-        raise ValueError(
-            f'level "O0" computes everything in float32, and a rule for modules says {in_half[0]}: pass level="O1" and '
-            'dtype="float32", and the rest is in float32'
-        )
-    return rules
-
-
-def _text_of(path: str | Path) -> str:
+def text_of(path: str | Path) -> str:
+    """The text of a list file; PolicyError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -390,7 +318,7 @@ def parse_list(text: str, file: str) -> list[Entry]:
     policies = {policy.value: policy for policy in CastPolicy} | {_IN_PLACE: CastPolicy.FLOAT}
     entries: dict[str, Entry] = {}
     for policy_name, functions in tables.items():
-        if policy_name == _MODULES:
+        if policy_name == MODULES:
             _check_modules(functions, fail)
             continue
         if policy_name not in policies:
@@ -410,7 +338,7 @@ def parse_list(text: str, file: str) -> list[Entry]:
 
 def _check_modules(modules: Any, fail: Callable[[str, str], NoReturn]) -> None:
     if not isinstance(modules, Mapping):
-        fail(_MODULES, f"{_MODULES} must be a table of patterns and dtypes")
+        fail(MODULES, f"{MODULES} must be a table of patterns and dtypes")
     for pattern, dtype in modules.items():
         if dtype not in AMP_DTYPES:
             fail(pattern, f"{pattern!r} needs a dtype, one of {', '.join(AMP_DTYPES)}; got {dtype!r}")

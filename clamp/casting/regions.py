@@ -7,17 +7,16 @@ calling thread alone and nest. Inside an op, and during backward, nested calls d
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from clamp import bridge
-from clamp.casting.policy_table import CastPolicy, Entry, ModuleRule, PolicyTable, default_table, rule_for
+from clamp.casting.module_rules import ModuleRule, ModuleRules
+from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
 from clamp.interrupts import holding, of_threads
 from clamp.params.weight_cache import weights
 
@@ -34,75 +33,6 @@ def check_caching(name: str, caching: Caching) -> Caching:
     if isinstance(caching, str) and caching != LAST_USE:
         raise ValueError(f"{name} must be True, False or {LAST_USE!r}, got {caching!r}")
     return caching
-
-
-class ModuleRules:
-    """Rules for modules at work: finds out which one decides about a module, by its path.
-
-    Args:
-        rules: in their order, of which the first that matches counts.
-
-    Attributes:
-        is_judged: whether users have been told of rules that decide about no module, or are about to be.
-    """
-
-    def __init__(self, rules: Sequence[ModuleRule]) -> None:
-        self.rules = tuple(rules)
-        self._paths = bridge.ModulePaths()
-        self._decided: dict[str, ModuleRule | None] = {}
-        self.is_judged = False
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.rules))
-
-    def rule_of(self, module: Any) -> ModuleRule | None:
-        """The rule that decides about a module; None: the region around it holds in it."""
-        self._paths.follow(module)
-        return self.rule_at(self._paths.of(module)[0])  # of several that are computed at once: they have the same
-
-    def rule_at(self, path: str) -> ModuleRule | None:
-        """The rule that decides about the module of this path."""
-        if path not in self._decided:
-            self._decided[path] = rule_for(self.rules, path)
-        return self._decided[path]
-
-    def names(self, module: Any) -> bool:
-        """Returns whether the rule of a module names it: its pattern ends in the module's own name."""
-        rule = self.rule_of(module)
-        return rule is not None and rule.names(self._paths.of(module)[0])
-
-    def decided(self) -> dict[ModuleRule, list[str]]:
-        """The paths of the modules that have been met, by the rules that decide about them."""
-        return self._by_rule(self._paths.known)
-
-    def idle(self) -> str:
-        """What is to be said of rules that decide about no module; empty if there are none."""
-        known = self._paths.known
-        if all(self._by_rule(known).values()):
-            return ""
-        known |= set(bridge.module_names(bridge.modules_met()))  # those of other models, too
-        return "; ".join(self._why_idle(rule, known) for rule, paths in self._by_rule(known).items() if not paths)
-
-    def _by_rule(self, known: set[str]) -> dict[ModuleRule, list[str]]:
-        found: dict[ModuleRule, list[str]] = {rule: [] for rule in self.rules}
-        for path in sorted(known):
-            if (rule := self.rule_at(path)) is not None:
-                found[rule].append(path)
-        return found
-
-    def _why_idle(self, rule: ModuleRule, known: set[str]) -> str:
-        matched = sorted(filter(rule.matches, known))
-        if matched:
-            first = self.rule_at(matched[0])
-            assert first is not None
-            return (
-                f"{rule.pattern!r} decides about no module: {first.pattern!r}, which stands before it, matches "
-                f"{matched[0]!r} first. Write {rule.pattern!r} before it"
-            )
-        paths = sorted(path for path in known if path)
-        near = get_close_matches(rule.pattern.removesuffix(".*"), paths, n=3, cutoff=0.5)
-        which = f"near: {', '.join(near)}" if near else f"there are {', '.join(paths[:5])}" if paths else "none has one"
-        return f"no module has a path that {rule.pattern!r} matches ({which})"
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,9 @@ from netcl.nn.layers import Module
 from rich.console import Console
 from rich.table import Table
 
+from clamp.casting.module_rules import ModuleRule, rule_for, rules_for
 from clamp.casting.policies import POLICIES
-from clamp.casting.policy_table import (
-    CastPolicy,
-    Entry,
-    ModuleRule,
-    PolicyTable,
-    default_table,
-    read_list,
-    rule_for,
-    rules_for,
-)
+from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, read_list
 from clamp.casting.registry import USES
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe

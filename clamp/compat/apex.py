@@ -12,8 +12,9 @@ from typing import Any
 
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
-from clamp.casting.policy_table import check_dtype, module_rules
-from clamp.casting.regions import InitCall, ModuleRules, Region, given_to
+from clamp.casting.module_rules import ModuleRules, module_rules
+from clamp.casting.policy_table import check_dtype
+from clamp.casting.regions import InitCall, Region, given_to
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit

@@ -12,8 +12,9 @@ import pyopencl as cl
 
 from clamp import bridge, session
 from clamp.bridge import DTypeLike, Node, Tensor
-from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, module_rules, names_in
-from clamp.casting.regions import ModuleRules, process_region
+from clamp.casting.module_rules import ModuleRules, module_rules
+from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, names_in
+from clamp.casting.regions import process_region
 from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit

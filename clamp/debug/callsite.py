@@ -22,7 +22,8 @@ from clamp import bridge
 from clamp.bridge import Tape, TensorLike
 from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.arguments import mapped
-from clamp.casting.policy_table import ModuleRule, default_table
+from clamp.casting.module_rules import ModuleRule
+from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, current_region
 from clamp.functions.activations import LAST_SEED
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper

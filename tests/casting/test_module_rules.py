@@ -19,7 +19,8 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Tensor
-from clamp.casting.policy_table import ModuleRule, PolicyError, rule_for
+from clamp.casting.module_rules import ModuleRule, rule_for
+from clamp.casting.policy_table import PolicyError
 from clamp.params.weight_cache import weights
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, stepping, weights_of
 from tests.reference import assert_same, to_device, to_numpy
