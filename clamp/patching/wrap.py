@@ -83,7 +83,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     return call
 
 
-_INDICES = frozenset({"idx", "labels"})  # which netcl reads on the host, in any dtype
+_READ_ON_HOST = frozenset({"angles_rad", "idx", "labels"})  # by netcl, in any dtype
 
 
 def _refuse_misread(entry: Entry, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def _refuse_misread(entry: Entry, function: Any, args: tuple[Any, ...], kwargs: 
     dtypes = {
         name: "float32" if x.dtype in STORAGE else canonical_dtype(x.dtype)
         for name, x in zip(names, tensors, strict=False)
-        if isinstance(x, Tensor) and name not in _INDICES and on_device(x)
+        if isinstance(x, Tensor) and name not in _READ_ON_HOST and on_device(x)
     }
     foreign = [(name, dtype) for name, dtype in dtypes.items() if dtype != "float32"]
     if foreign and (len(set(dtypes.values())) > 1 or entry.name in netcl_misreads()):

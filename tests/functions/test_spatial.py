@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
 from netcl.nn import functional
 
 from clamp import amp
+from clamp.bridge import Node, Tensor
 from clamp.casting.policies import Float
 from clamp.casting.registry import OWNED
 from clamp.functions import spatial
@@ -37,6 +39,9 @@ def test_what_stands_in_netcls_functional(queue: cl.CommandQueue) -> None:
     with amp.init():
         assert_close(functional.interpolate(x, size=(3, 3)).value, reference.upsample(to_numpy(x.value), (3, 3)))
         turned = functional.rotate_2d_grid(x, leaf(queue, [0.5], requires_grad=False)).value
+        assert_close(turned, reference.rotate_2d_grid(to_numpy(x.value), 0.5, "zeros"), slack=2e-5)
+        angles = Node(value=Tensor.from_host(queue, np.full(IMAGE[0], 0.5), dtype="float64"))  # netcl reads any dtype
+        turned = ag.rotate_2d_grid(x, angles, padding_mode="zeros").value
         assert_close(turned, reference.rotate_2d_grid(to_numpy(x.value), 0.5, "zeros"), slack=2e-5)
 
 
