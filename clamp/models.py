@@ -225,6 +225,6 @@ def _converted(state: Any, dtype: str) -> Any:
     if not isinstance(state, np.ndarray) or state.dtype != np.float32 or dtype == "float32":
         return state
     if dtype == "bfloat16":
-        return bridge.rounded_to_bfloat16(state)
+        return bridge.from_words(bridge.to_words(state, dtype), dtype)
     with np.errstate(over="ignore"):
         return state.astype(dtype)

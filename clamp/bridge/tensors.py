@@ -14,7 +14,6 @@ from netcl.core.backend.opencl import OpenCLBackend
 from netcl.core.parameter import Parameter as Parameter
 from netcl.core.tensor import Tensor as Tensor
 from netcl.core.tensor import reshape as _reshape
-from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 from netcl.optim._utils import is_frozen_param
 from numpy.typing import NDArray
 
@@ -336,11 +335,6 @@ def write_bytes(tensor: Tensor, host: np.ndarray[Any, np.dtype[np.uint8]]) -> No
         tensor.array[...] = host.view(tensor.array.dtype).reshape(tensor.array.shape)
     elif host.size:
         transfer.write(tensor.queue, tensor.buffer, np.ascontiguousarray(host))
-
-
-def rounded_to_bfloat16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """float32 numbers rounded to bfloat16, still as float32."""
-    return from_bf16_host(to_bf16_host(array))
 
 
 def on_device(tensor: Tensor) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +48,6 @@ FORMATS = {
     "bfloat16": Format(2.0**-133, 2.0**-126, (2 - 2.0**-7) * 2.0**127, 2.0**-8),
 }
 FLOAT16 = FORMATS["float16"]
-#: roundings of float32 arrays
-_ROUNDED: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
-    "float16": lambda x: x.astype(np.float16), "bfloat16": bridge.rounded_to_bfloat16
-}  # fmt: skip
 
 
 class Lost(NamedTuple):
@@ -158,7 +154,7 @@ def _power_of_two(x: float) -> float:
 
 def _format_name(dtype: DTypeLike) -> str:
     name = bridge.dtype_name(dtype)
-    if name not in _ROUNDED:
+    if name not in ("float16", "bfloat16"):
         raise ValueError(f"dtype is {dtype!r}; it must be float16 or bfloat16")
     return str(name)
 
@@ -171,13 +167,12 @@ def _finite(statistics: Statistics) -> int:
 @lru_cache(maxsize=1024)
 def _turns(dtype: str, factor: float) -> tuple[float, float, float]:
     """The least magnitudes, as float32, that a cast of ``factor * x`` does not make zero, makes normal, makes inf."""
-    rounded = _ROUNDED[dtype]
 
     def least(reached: float) -> float:
         def is_reached(bits: int) -> bool:
             with np.errstate(over="ignore"):
                 product = np.array([bits], np.uint32).view(np.float32) * np.float32(factor)
-                return float(rounded(product)[0]) >= reached
+                return float(bridge.from_words(bridge.to_words(product, dtype), dtype)[0]) >= reached
 
         return float(np.uint32(bisect_left(range(_INF_BITS), True, key=is_reached)).view(np.float32))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyopencl as cl
-from netcl.ops.bf16_act import from_bf16_host, to_bf16_host
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor
@@ -109,7 +108,7 @@ def to_host(wrapped: Any, instance: Tensor, /) -> Any:
     """
     _meets_host(instance, "read")
     host = wrapped()
-    return from_bf16_host(host) if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
+    return bridge.from_words(host, "bfloat16") if instance.dtype == "bfloat16" and host.dtype == np.uint16 else host
 
 
 @meets("netcl.core.tensor.Tensor.to_host_async")
@@ -152,7 +151,7 @@ def from_host(
     if not bridge.has_tensors(queue) and isinstance(queue, cl.CommandQueue):
         require_usable(queue)
     if dtype == "bfloat16" and np.asarray(data).dtype != np.uint16:
-        data = to_bf16_host(np.asarray(data).astype(np.float32))
+        data = bridge.to_words(np.asarray(data).astype(np.float32), "bfloat16")
     if not (args or kwargs) and wrapped.__self__ is Tensor:
         made = bridge.from_host(queue, data, dtype or "float32")
         if made is not None:
@@ -172,7 +171,7 @@ def from_shape(
             return bridge.empty(queue, shape, dtype)
     if fill is not None and dtype in bridge.STORAGE and not isinstance(fill, np.uint16):
         fill = saturated(fill, dtype)
-        fill = int(to_bf16_host(np.array([fill], np.float32))[0]) if dtype == "bfloat16" else fill
+        fill = int(bridge.to_words(np.array([fill], np.float32), dtype)[0]) if dtype == "bfloat16" else fill
     return wrapped(queue, shape, dtype, pool, backend, fill)
 
 

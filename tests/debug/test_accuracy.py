@@ -17,7 +17,7 @@ from netcl.nn.layers import Dropout, LayerNorm, Linear, Module, ReLU, Sequential
 from netcl.nn.transformer import TransformerBlock
 from netcl.optim import SGD
 
-from clamp import amp, bridge, session
+from clamp import amp, session
 from clamp.bridge import HALF_DTYPES, BatchNorm2d, Node, Tensor
 from clamp.debug.float32_reference import error_of, rounding_of, with_digits_of
 from clamp.debugging import Accuracy, ValueAccuracy, compare_accuracy
@@ -26,7 +26,7 @@ from clamp.functions import matmul as bound_matmul
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import optimize
 from tests.networks import batch, loss_of, mlp
-from tests.reference import to_device
+from tests.reference import quantize, to_device
 
 RNG = np.random.default_rng(0)
 
@@ -363,7 +363,7 @@ def test_errors_of_numbers() -> None:
     assert error_of(np.array([1.5, -65504.0], np.float32), masked, 65504.0).relative == pytest.approx(0.5)
     assert error_of(np.array([1.0, -65504.0], np.float32), masked).relative == pytest.approx(1, rel=1e-3)
     assert error_of(np.array([1.0, -np.inf], np.float32), masked, 65504.0).relative == np.inf
-    for dtype, rounded in (("float16", values.astype(np.float16)), ("bfloat16", bridge.rounded_to_bfloat16(values))):
+    for dtype, rounded in (("float16", values.astype(np.float16)), ("bfloat16", quantize(values, "bfloat16"))):
         np.testing.assert_array_equal(with_digits_of(dtype, values), rounded.astype(np.float32))
         np.testing.assert_array_equal(with_digits_of(dtype, values * 2.0**60), rounded.astype(np.float32) * 2.0**60)
     np.testing.assert_array_equal(with_digits_of("float16", both), both)

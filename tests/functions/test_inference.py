@@ -115,7 +115,8 @@ def test_a_parameter_is_cast_once_for_many_inferences(
 
 def test_bfloat16_is_read_and_made_as_numbers(queue: cl.CommandQueue) -> None:
     """netcl's to_host gives the 16-bit words: a script that takes their largest for the prediction would be wrong."""
-    numbers = np.array([1.5, -2.0, 0.0, -0.0, np.inf, -np.inf, np.nan, 3.14159, 1e-40, -7e30], np.float32)
+    nans = np.array([0xFFFFFFFF, 0x7FFFFFFF, 0x7F800001], np.uint32).view(np.float32)  # to round these, netcl carries
+    numbers = np.array([1.5, -2.0, 0.0, -0.0, np.inf, -np.inf, np.nan, 3.14159, 1e-40, -7e30, *nans], np.float32)
     stored = quantize(numbers, "bfloat16").astype(np.float32)
     words = to_device(queue, numbers, "bfloat16")
     with amp.init(dtype="bfloat16"):
