@@ -414,7 +414,7 @@ def test_init_reaches_every_thread_and_regions_only_their_own(queue: cl.CommandQ
 
 
 #: a thread and another, in turns: `n` enters a no_grad() and `N` leaves it, `m` and `M` those of the other one; `i` and
-#: `s` are init and shutdown. Whether ops are recorded then in either.
+#: `s` are init and shutdown, `w` is a whole no_grad() of the one. Whether ops are recorded then in either.
 GRAD_MODES: dict[str, tuple[str, bool, bool]] = {
     "one evaluates": ("im", True, False),
     "and is done": ("imM", True, True),
@@ -422,6 +422,7 @@ GRAD_MODES: dict[str, tuple[str, bool, bool]] = {
     "and then the other": ("inmNM", True, True),
     "init inside of it": ("ni", False, False),
     "and it ends": ("niN", True, True),
+    "and it ends, after another": ("niwN", True, True),
     "init inside of the other's": ("miM", True, True),
     "shutdown inside of it": ("ins", False, False),
     "shutdown inside, and its end": ("insN", True, True),
@@ -448,6 +449,7 @@ def test_no_grad_is_a_threads_own(queue: cl.CommandQueue, name: str) -> None:
             "N": lambda: modes[0].__exit__(None, None, None),
             "m": lambda: pool.submit(modes[1].__enter__).result(),
             "M": lambda: pool.submit(modes[1].__exit__, None, None, None).result(),
+            "w": ag.no_grad()(lambda: None),
             "i": amp.init,
             "s": amp.shutdown,
         }

@@ -89,7 +89,7 @@ def is_grad_enabled() -> bool:
 
 def set_thread_grad_enabled(mode: bool) -> None:
     """Sets whether ops are recorded in this thread, and in no other."""
-    if _grad_mode.on is None and mode:  # the end of a no_grad() that was entered while netcl's mode held
+    if mode:  # the end of a no_grad() that was entered before AMP: nobody else turns netcl's mode off
         engine._GRAD_MODE = True
     _grad_mode.on = bool(mode)
 

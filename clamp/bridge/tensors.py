@@ -132,7 +132,7 @@ def from_host(queue: cl.CommandQueue, data: Any, dtype: str) -> Tensor | None:
         return None
     buffer, event, release, host, handle = place.like._backend.from_host(data, dtype, return_handle=True)
     tensor = _made_as(place.like)
-    tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = buffer, handle, np.shape(data), dtype
+    tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = buffer, handle, np.asarray(data).shape, dtype
     tensor.pending_event, tensor.pending_release, tensor.host_ref = event, release, host
     return tensor
 

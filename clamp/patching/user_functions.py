@@ -169,6 +169,8 @@ def _gradients_of(backward: Backward, name: str, nodes: Sequence[Node], grad: Te
             f"None) for each of the {len(nodes)} nodes that apply_op was given"
         )
     grads = list(found)
+    while len(grads) > len(nodes) and grads[-1] is None:  # of what is no node, a bare Tensor or a number
+        grads.pop()
     if len(grads) != len(nodes):
         raise ValueError(
             f"the backward of {name} returned {len(grads)} gradients for the {len(nodes)} nodes that apply_op was "

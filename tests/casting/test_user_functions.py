@@ -352,6 +352,7 @@ def test_nothing_is_written_to_a_widened_copy(queue: cl.CommandQueue) -> None:
 _RETURNED: dict[str, tuple[Any, type[Exception] | None, str]] = {  # of the gradient of two float32 nodes' sum
     "a list": (lambda grad: [grad, grad], None, ""),
     "a tuple with None": (lambda grad: (grad, None), None, ""),
+    "None for what is no node": (lambda grad: (grad, grad, None), None, ""),
     "16 bits": (lambda grad: [amp.cast(grad, "float16")] * 2, None, ""),
     "one tensor": (lambda grad: grad, TypeError, "one of type Tensor: return a list, .* each of the 2 nodes"),
     "an array": (lambda grad: grad.to_host(), TypeError, "one of type ndarray: return a list"),

@@ -24,10 +24,10 @@ from netcl.autograd.engine import Node, Tape
 from netcl.nn import functional as F
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
-from clamp import amp
-from clamp.bridge import Parameter
+from clamp import amp, bridge
+from clamp.bridge import Parameter, Tensor
 from tests.networks import batch, loss_of, mlp, step
-from tests.reference import to_device
+from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -192,6 +192,30 @@ def test_a_list_file_means_a_function_by_any_of_its_names(queue: cl.CommandQueue
     x = ag.tensor(to_device(queue, [[1.0, 2.0]]))
     with amp.init(lists=tmp_path / "my.toml"):
         assert (ag.softmax(x).value.dtype, F.softmax(x).value.dtype) == ("float16", "float16")
+
+
+class _Rows:
+    """As data of other libraries: its ``shape`` is no tuple."""
+
+    @property
+    def shape(self) -> list[int]:
+        return [2, 2]
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.arange(4.0, dtype=dtype).reshape(2, 2)
+
+
+def test_a_tensor_of_the_hosts_values_is_as_without_amp(queue: cl.CommandQueue) -> None:
+    given = [[1, 2], 3.0, np.arange(6.0).reshape(2, 3).T, np.arange(6, dtype=np.float32)[::-2], _Rows()]
+
+    def made() -> list[Any]:
+        tensors = [Tensor.from_host(queue, x, dtype) for x in given for dtype in (None, "half", "int32")]
+        return [(x.shape, x.dtype, x.backend, type(x.pool_handle), to_numpy(x).tolist()) for x in tensors]
+
+    without = made()
+    amp.init()
+    bridge.empty(queue, (1,), "float32")  # the queue that tensors were made on last
+    assert made() == without
 
 
 def test_a_function_kept_meanwhile_is_netcls_after_shutdown(queue: cl.CommandQueue) -> None:
