@@ -26,7 +26,7 @@ from clamp.patching.redirect import Bindings
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
 from clamp.scaling.dynamic_scale import settle_late
-from clamp.scaling.manual import given_up
+from clamp.scaling.manual import begin_anew
 
 
 class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -129,7 +129,7 @@ def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any
     result = wrapped(*args, **kwargs)
     if hasattr(optimizer, "params"):
         masters.clear_gradients(optimizer)
-    given_up(optimizer)
+    host_step(partial(begin_anew, optimizer))
     return result
 
 

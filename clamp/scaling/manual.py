@@ -63,22 +63,17 @@ def stages() -> Hashable:
     return tuple([(scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds])
 
 
-def given_up(optimizer: Any) -> None:
-    """An optimizer's gradients have been cleared: if they were unscaled and not stepped, the next ones are new."""
-    if _living and any(round_.stage is Stage.UNSCALED for round_ in _rounds_of(optimizer)):
-        host_step(partial(_begin_anew, optimizer))
-
-
-def _begin_anew(optimizer: Any) -> None:
-    for round_ in _rounds_of(optimizer):
-        if round_.stage is Stage.UNSCALED:
-            round_.stage = Stage.READY
-
-
-def _rounds_of(optimizer: Any) -> list[_Round]:
+def begin_anew(optimizer: Any) -> None:
+    """An optimizer's gradients have been cleared: what passes have met since its last step is no step's, and if they
+    were unscaled, the next ones are new."""
+    for guards in bridge.living(StepGuards):
+        guards.give_up(optimizer)
     with _living_lock:
         living = list(_living)
-    return [round_ for scaling in living if (round_ := scaling._rounds.get(id(optimizer))) is not None]
+    for scaling in living:
+        round_ = scaling._rounds.get(id(optimizer))
+        if round_ is not None and round_.stage is Stage.UNSCALED:
+            round_.stage = Stage.READY
 
 
 class ManualScaling:

@@ -267,10 +267,10 @@ class PassScaling:
         self.require_active("wrap_optimizer")
         if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
             raise ValueError(f"num_loss must be a positive integer, got {num_loss!r}")
-        guard = self.guard(optimizer)
+        self.guard(optimizer)
         scalers = [self._make_scaler() for _ in range(num_loss)]
         self.wrapped += scalers
-        return OptimWrapper(optimizer, scalers, partial(self._next_pass, scalers), guard.give_up)
+        return OptimWrapper(optimizer, scalers, partial(self._next_pass, scalers))
 
     def _next_pass(
         self, scalers: Sequence[LossScale], loss: Node, optimizer: Any, done: int

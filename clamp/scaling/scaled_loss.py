@@ -172,16 +172,14 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
     Args:
         scalers: one for each loss of a step.
         begin: begins a pass: of a loss, an optimizer, after so many since its last step.
-        give_up: forgets the passes since that.
     """
 
     def __init__(
-        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]],
-        give_up: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, optimizer: Any, scalers: list[LossScale], begin: Callable[[Node, Any, int], AbstractContextManager[Node]]
+    ) -> None:
         super().__init__(optimizer)
         self._self_scalers = scalers
-        self._self_begin, self._self_give_up = begin, give_up
+        self._self_begin = begin
         self._self_losses = 0
 
     def __reduce_ex__(self, *given: Any) -> NoReturn:
@@ -208,12 +206,8 @@ class OptimWrapper(wrapt.ObjectProxy[Any]):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; the next loss is the first of its step again, wherever this one was given up."""
-        host_step(self._self_begin_anew)
+        host_step(partial(setattr, self, "_self_losses", 0))
         return self.__wrapped__.zero_grad(*args, **kwargs)
-
-    def _self_begin_anew(self) -> None:
-        self._self_losses = 0
-        self._self_give_up()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own step, unless a loss overflowed."""

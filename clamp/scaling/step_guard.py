@@ -343,6 +343,12 @@ class StepGuards(bridge.Listed):
             guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self)
         return guard
 
+    def give_up(self, optimizer: Any) -> None:
+        """What is known of an optimizer's passes since its last step goes, as its gradients have."""
+        guard = self._by_id.get(id(optimizer))
+        if guard is not None and guard.optimizer is optimizer:
+            guard.give_up()
+
     def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:
         """The guard of an optimizer that steps one of these parameters, or masters of them."""
         wanted = {id(param) for param in params}

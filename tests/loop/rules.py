@@ -195,6 +195,7 @@ class Basics(Loop):
         """What stands inside the ``with``."""
         for optimizer in named if body.startswith("clear inside") else ():
             self.real.optimizers[optimizer].zero_grad()
+            optimizer.pending = set()
         if body in ("raise before", "clear inside and raise"):
             raise ZeroDivisionError
         if body == "fail in backward":
@@ -263,6 +264,7 @@ class Basics(Loop):
     @rule(number=networks)
     def zero_grad(self, number: int) -> None:
         self.real.optimizers[self.optimizers[number]].zero_grad()
+        self.optimizers[number].pending = set()
         for param in self.optimizers[number].params:
             param.grad = None
 
