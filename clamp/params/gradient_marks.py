@@ -140,6 +140,7 @@ def adding_to(before: Sequence[tuple[Any, Tensor]]) -> None:
     host_step(note)
     if _thread.held is not None:
         _thread.held.met.extend(grad for _, grad in before)
+    may_go_back_to(grad for _, grad in before)
 
 
 def take_over(grad: Tensor, other: Tensor) -> None:
@@ -174,10 +175,12 @@ class HeldByReplays:
 
     Attributes:
         tensors: those whose gradients they look at, by id.
+        grads: ids of the gradients that they may put there again.
         met: gradients that a backward added to, or that replays make.
     """
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
+    grads: set[int] = field(default_factory=set)
     met: list[Tensor] = field(default_factory=list)
 
     def forget_skips(self) -> None:
@@ -199,6 +202,12 @@ def noting_held() -> Iterator[HeldByReplays]:
     held = HeldByReplays()
     with holding(_thread, "held", held):
         yield held
+
+
+def may_go_back_to(grads: Iterable[Tensor | None]) -> None:
+    """Notes gradients that this thread's host steps, or an error in a replay, may put in their places again."""
+    if _thread.held is not None:
+        _thread.held.grads.update(map(id, grads))
 
 
 def has_lost_bits(grad: Any) -> bool:
@@ -269,10 +278,12 @@ def copied(grad: Tensor) -> Tensor:
 def snapshot(tensors: Iterable[Any]) -> list[Held]:
     """The gradients that tensors have now, with their marks."""
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
+    grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
+    found = [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
     if _thread.held is not None:
         _thread.held.tensors.update((id(tensor), tensor) for tensor in tensors)
-    grads = [(tensor, getattr(tensor, "grad", None)) for tensor in tensors]
-    return [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
+    may_go_back_to(grad for _, own, _, shared in found for grad in (own, shared))
+    return found
 
 
 def mark_now(grad: Tensor) -> Mark | None:
@@ -296,11 +307,15 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
             note_shared(tensor, shared)
         if mark is None:
             continue
-        if id(mark) not in now and mark.is_checked:  # what was finite then need not be now
-            now[id(mark)] = checked(frozenset([renewed.get(token, token) for token in mark.heard - {FINITE}]))
-        elif id(mark) not in now:
-            now[id(mark)] = mark if mark.scale is None else Mark(mark.scale.now())
-        grad._loss_scaling = now[id(mark)]
+        if (known := now.get(id(mark))) is None:
+            known = now[id(mark)] = _renewed(mark, renewed)
+        grad._loss_scaling = known
+
+
+def _renewed(mark: Mark, tokens: Mapping[object, object]) -> Mark:
+    if mark.is_checked:  # what was finite then need not be now
+        return checked(frozenset([tokens.get(token, token) for token in mark.heard - {FINITE}]))
+    return mark if mark.scale is None else Mark(mark.scale.now())
 
 
 def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[], Any]:
@@ -310,13 +325,12 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
     """
     tensors = list({id(tensor): tensor for tensor in tensors}.values())
     held = snapshot(tensors)
-    known = {id(tensor) for tensor, _, mark, _ in held if mark is not None and mark.heard}
-    grads = {id(tensor): grad for tensor, grad, *_ in held}
+    bare = [tensor for tensor in tensors if getattr(tensor, "grad", None) is None]
 
     def call() -> Any:
-        restore(x for x in held if not (id(x[0]) in known and x[0].grad is x[1]))
-        for tensor in tensors:
-            tensor.grad = grads.get(id(tensor))
+        restore([x for x in held if x[0].grad is not x[1] or x[2] is None or not x[2].heard])
+        for tensor in bare:
+            tensor.grad = None
         return run()
 
     return call

@@ -23,7 +23,6 @@ Tokens = Mapping[object, int]  # the guards of steps to come: what marks call th
 class GradientEntry:
     """A gradient that is there when the function begins."""
 
-    tensor: Tensor  # whose it is
     found: Tensor  # what is there
     alias: Tensor  # what the function meets in its place
     mark: Mark | None  # what the alias was marked with
@@ -38,38 +37,33 @@ class Known:
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
-        self._marks: dict[int, tuple[Mark, Mark]] = {}  # each by its id, with what is left of it
-        self._kinds: dict[int, tuple[Mark, Hashable]] = {}  # likewise, with what a recording depends on in it
+        # By ids of marks: each, what is left of it, and what a recording depends on in that.
+        self._marks: dict[int, tuple[Mark | None, Mark | None, Hashable]] = {}
 
     def mark(self, grad: Tensor) -> Mark | None:
         """A gradient's mark."""
-        held = gradient_marks.mark_now(grad)
-        if held is None or not held.heard:
-            return held
-        known = self._marks.get(id(held))
-        if known is None:
-            known = self._marks[id(held)] = held, self._left_of(held)
-        return known[1]
-
-    def _left_of(self, mark: Mark) -> Mark:
-        if all(token is FINITE or token in self._tokens for token in mark.heard):
-            return mark
-        heard = mark.heard & {FINITE, *self._tokens}
-        return Mark(mark.scale, mark.is_checked, mark.lost_bits, heard, mark.since)
+        return self._look_up(grad)[1]
 
     def kind(self, tensor: Tensor) -> Hashable:
         """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""
         grad = tensor.grad
-        if grad is None:
-            return None
-        mark = self.mark(grad)
+        return None if grad is None else (grad.dtype, self._look_up(grad)[2])
+
+    def _look_up(self, grad: Tensor) -> tuple[Mark | None, Mark | None, Hashable]:
+        mark = gradient_marks.mark_now(grad)
+        found = self._marks.get(id(mark))
+        if found is None:
+            found = self._marks[id(mark)] = mark, *self._look_at(mark)
+        return found
+
+    def _look_at(self, mark: Mark | None) -> tuple[Mark | None, Hashable]:
         if mark is None:
-            return grad.dtype, "made by hand"
-        kind = self._kinds.get(id(mark))
-        if kind is None:
-            heard = frozenset([self._tokens.get(token, -1) for token in mark.heard])
-            kind = self._kinds[id(mark)] = mark, (mark.scale is not None, mark.is_checked, mark.lost_bits, heard)
-        return grad.dtype, kind[1]
+            return None, "made by hand"
+        heard = mark.heard & {FINITE, *self._tokens}
+        if heard != mark.heard:
+            mark = Mark(mark.scale, mark.is_checked, mark.lost_bits, heard, mark.since)
+        bits = frozenset([self._tokens.get(token, -1) for token in heard])
+        return mark, (mark.scale is not None, mark.is_checked, mark.lost_bits, bits)
 
 
 class Entries:
@@ -81,7 +75,8 @@ class Entries:
     """
 
     def __init__(self, tensors: Iterable[Tensor], known: Known, aliases: Mapping[int, Tensor] | None = None) -> None:
-        self._entries: list[GradientEntry] = []
+        self._by_tensor: dict[int, GradientEntry] = {}
+        self.by_alias: dict[int, GradientEntry] = {}  # by ids of aliases, which tensors may share
         shared: dict[int, Tensor] = {}
         for tensor in tensors:
             if tensor.grad is None:
@@ -92,34 +87,27 @@ class Entries:
             alias.buffer = found.buffer
             set_mark(alias, mark)
             gradient_marks.take_over(alias, found)
-            self._entries.append(GradientEntry(tensor, found, alias, mark))
+            self._by_tensor[id(tensor)] = self.by_alias[id(alias)] = GradientEntry(found, alias, mark)
             tensor.grad = alias
             if gradient_marks.last_shared(tensor) is found:
                 gradient_marks.note_shared(tensor, alias)
 
     @property
-    def by_alias(self) -> dict[int, Tensor]:
-        """Returns what is there, by ids of aliases."""
-        return {id(entry.alias): entry.found for entry in self._entries}
-
-    @property
     def aliases(self) -> dict[int, Tensor]:
         """The aliases by ids of tensors."""
-        return {id(entry.tensor): entry.alias for entry in self._entries}
+        return {key: entry.alias for key, entry in self._by_tensor.items()}
 
     def found(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns what is there for these tensors, which have entries."""
-        by_tensor = {id(entry.tensor): entry.found for entry in self._entries}
-        return [by_tensor[id(tensor)] for tensor in tensors]
+        return [self._by_tensor[id(tensor)].found for tensor in tensors]
 
     def put_back(self, tensors: Iterable[Tensor]) -> None:
         """Gives tensors that have an alias what it stands for, with what is known of it now."""
-        by_alias = {id(entry.alias): entry for entry in self._entries}
-        for tensor in tensors if by_alias else ():
-            shared = by_alias.get(id(gradient_marks.last_shared(tensor)))
+        for tensor in tensors if self.by_alias else ():
+            shared = self.by_alias.get(id(gradient_marks.last_shared(tensor)))
             if shared is not None:
                 gradient_marks.note_shared(tensor, shared.found)
-            entry = by_alias.get(id(tensor.grad))
+            entry = self.by_alias.get(id(tensor.grad))
             if entry is not None:
                 if mark_of(entry.alias) is not entry.mark:
                     set_mark(entry.found, mark_of(entry.alias))
@@ -166,3 +154,9 @@ class Gradients:
             return used or grad is not alias or id(tensor) in self.held.tensors
 
         return [(x, grad) for x, grad in zip(self.trained, self._exits, strict=True) if is_touched(x, grad)]
+
+    def met(self, touched: Iterable[Tensor], read: AbstractSet[Address]) -> list[Tensor]:
+        """Of tensors that it touched, those with whose gradients it began. Others it just lets go of, if there are."""
+        kept = {*self.held.grads, *map(id, self._exits)}
+        found = [(x, self.aliases[id(x)]) for x in touched if id(x) in self.aliases]
+        return [x for x, alias in found if id(alias) in kept or address_of(alias.buffer) in read]

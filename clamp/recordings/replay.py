@@ -22,9 +22,9 @@ from clamp.recordings.capture import recording_of
 from clamp.recordings.memory import Dependencies, dependencies_of, stale
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
-#: What is called with a queue and the buffers of these numbers; what does the same, if no buffer changes and nobody
-#: watches; and what netcl does after it.
-_Step: TypeAlias = tuple[Callable[..., Any], Any, tuple[int, ...], Callable[[], Any] | None, Callable[[], Any] | None]
+#: What is called with the buffers of these numbers; what does the same, if no buffer changes and nobody watches; and
+#: what netcl does after it.
+_Step: TypeAlias = tuple[Callable[..., Any], tuple[int, ...], Callable[[], Any] | None, Callable[[], Any] | None]
 
 
 class ReplayPlan:
@@ -136,9 +136,9 @@ class ReplayPlan:
         buffers, watched = [x.buffer for x in now], launches_are_watched()
 
         def run_all(steps: Sequence[_Step]) -> None:
-            for run, queue, indices, unchanged, sync in steps:
+            for run, indices, unchanged, sync in steps:
                 if unchanged is None or watched:
-                    run(queue, *map(buffers.__getitem__, indices))
+                    run(*map(buffers.__getitem__, indices))
                 else:
                     unchanged()
                 if sync is not None:
@@ -183,19 +183,19 @@ def _step_of(launch: CapturedKernelLaunch, found: Mapping[int, int]) -> _Step:
         unchanged = partial(launch.kernel, launch.queue, launch.global_size, launch.local_size, *launch.args)
     if isinstance(launch.kernel, cl.Kernel):
         with suppress(cl.Error):  # a driver that makes no copies of kernels: one is given all of its arguments again
-            run = own = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
-            unchanged = own.unchanged(launch.queue)
+            own = Launch.like(launch.kernel, launch.global_size, launch.local_size, launch.args, found)
+            run, unchanged = partial(own, launch.queue), own.unchanged(launch.queue)
     # What netcl does after each node on this device, because the driver needs it.
     mode = "none" if launch.queue is None else get_device_capabilities(launch.queue).inter_kernel_sync
     sync = {"flush": getattr(launch.queue, "flush", None), "finish": getattr(launch.queue, "finish", None)}.get(mode)
-    return run, launch.queue, tuple(found.values()), unchanged, sync
+    return run, tuple(found.values()), unchanged, sync
 
 
-def _call(launch: CapturedKernelLaunch, places: Sequence[int], queue: Any, *buffers: Any) -> None:
+def _call(launch: CapturedKernelLaunch, places: Sequence[int], *buffers: Any) -> None:
     args = list(launch.args)
     for place, buffer in zip(places, buffers, strict=True):
         args[place] = buffer
-    launch.kernel(queue, launch.global_size, launch.local_size, *args)
+    launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
 
 
 @meets("netcl.runtime.capture.KernelCapture.replay")

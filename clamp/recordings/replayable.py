@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +53,6 @@ class Made:
     size: int  # bytes that launches use where it lies; 0 if it lies past every pool, as what netcl's own matmul makes
     first: Tensor | None = None  # what lies in the same memory, if that is another tensor
 
-    @property
-    def moves(self) -> bool:
-        """Whether replays write it where they are told; of what they write elsewhere, there is a copy after each."""
-        return self.first is None and self.size > 0
-
-    def anew(self) -> Tensor:
-        """A tensor for the next replay to write."""
-        return bridge.empty_like(self.tensor, self.size)
-
     def taken(self) -> Tensor:
         """A tensor with what the recording wrote, which no replay changes."""
         return bridge.take_storage(self.tensor) if self.size else gradient_marks.copied(self.tensor)
@@ -99,11 +90,14 @@ class Replayable:
         self._gradients, self._aliases = gradients, gradients.aliases
         self._exits = gradients.touched(recording.addresses)
         self._touched = [tensor for tensor, _ in self._exits]
+        self._met = gradients.met(self._touched, recording.addresses)
         self._outcome = self._outcome_of(attempt, call, result, [grad for _, grad in self._exits], self._aliases)
         self._note_results(result)
         self._note_gradients(had)
         self._note_inputs()
-        self._moving = [made for made in self._made.values() if made.moves]
+        # Replays write these where they are told; of what they write elsewhere, there is a copy after each.
+        self._moving = [made for made in self._made.values() if made.first is None and made.size]
+        self._staying = [made for made in self._made.values() if made.first is not None or not made.size]
         gradients.held.met += [made.tensor for made in self._made.values() if made.size]
         given = [*(call.tensors[index] for index in self._inputs), *(self._aliases[id(x)] for x in self._entered)]
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
@@ -130,8 +124,7 @@ class Replayable:
         """The arguments that launches read, and the gradients that they add to."""
         read = self._recording.addresses
         self._inputs = [index for index, x in enumerate(self._call.tensors) if address_of(x.buffer) in read]
-        entered = [x for x in self._touched if id(x) in self._aliases]
-        self._entered = [x for x in entered if address_of(self._aliases[id(x)].buffer) in read]
+        self._entered = [x for x in self._met if address_of(self._aliases[id(x)].buffer) in read]
         if any(gradient_marks.scale_of(self._aliases[id(x)]) is not None for x in self._entered):
             raise CannotReplay(
                 "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
@@ -141,7 +134,7 @@ class Replayable:
     def of_recording(self) -> Any:
         """Returns what the recorded call itself returns; gradients are given to their tensors."""
         owned = {key: made.taken() for key, made in self._made.items()}
-        self._leave(self._call, owned, {})
+        self._leave(self._call, owned, ())
         return self._results(self._call, owned)
 
     # ------------------------------------------------------------------------------------------ comparing
@@ -217,14 +210,14 @@ class Replayable:
     def replay(self, call: Arguments, known: Known) -> Any:
         """Does what the function does, and returns what it returns."""
         uploaded = {id(upload.tensor): upload.again(call.arrays[index]) for index, upload in self._uploads}
-        fresh = {id(made.tensor): made.anew() for made in self._moving}
+        fresh = {id(made.tensor): bridge.empty_like(made.tensor, made.size) for made in self._moving}
         for made in self._made.values():
             if made.size:
                 made.tensor.buffer = fresh[id(made.first or made.tensor)].buffer
         others = [self._call.tensors[index] for index in self._untrained]
         theirs = [x.grad for x in others]
         self._gradients.held.forget_skips()
-        entries = Entries(self._touched, known, self._aliases)
+        entries = Entries(self._met, known, self._aliases)
         given = [*[call.tensors[index] for index in self._inputs], *entries.found(self._entered)]
         try:
             self.plan.launch(given, [*uploaded.values(), *fresh.values()])
@@ -234,15 +227,14 @@ class Replayable:
         finally:
             for x, grad in zip(others, theirs, strict=True):  # the recorded call's, to which host steps give this one's
                 x.grad = grad
-        for key, made in self._made.items():
-            if not made.moves:
-                fresh[key] = gradient_marks.copied(made.tensor)
+        for made in self._staying:
+            fresh[id(made.tensor)] = gradient_marks.copied(made.tensor)
         self._leave(call, fresh, entries.by_alias)
         entries.put_back(self._touched)
         weights.clear()
         return self._results(call, {**uploaded, **fresh})
 
-    def _leave(self, call: Arguments, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    def _leave(self, call: Arguments, made: dict[int, Tensor], found: Container[int]) -> None:
         """Gives tensors the gradients that they have after the function."""
         for index in self._cleared:
             call.tensors[index].grad = None
@@ -250,12 +242,12 @@ class Replayable:
             call.tensors[index].grad = made[id(grad)]
             set_mark(made[id(grad)], mark_of(grad))
         for tensor, grad in self._exits:
-            if id(grad) in made:
-                tensor.grad = made[id(grad)]
-                set_mark(tensor.grad, mark_of(grad))
-                gradient_marks.take_over(tensor.grad, grad)
+            if (now := made.get(id(grad))) is not None:
+                tensor.grad = now
+                set_mark(now, mark_of(grad))
+                gradient_marks.take_over(now, grad)
                 if gradient_marks.last_shared(tensor) is grad:
-                    gradient_marks.note_shared(tensor, tensor.grad)
+                    gradient_marks.note_shared(tensor, now)
             elif grad is None or id(grad) in found or id(grad) in self._state:
                 tensor.grad = grad
 
@@ -348,7 +340,7 @@ class InPlace(Replayable):
     def unlike_gradients(self, known: Known) -> str:
         return ""  # it finds none
 
-    def _leave(self, call: Arguments, made: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+    def _leave(self, call: Arguments, made: dict[int, Tensor], found: Container[int]) -> None:
         for tensor, grad in self._exits:
             tensor.grad = grad
         for index, grad in self._given.items():

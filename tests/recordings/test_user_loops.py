@@ -192,8 +192,11 @@ def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue
     compare(queue, make, 13, recordings=None, between=between, **how)
 
 
+@pytest.mark.parametrize("found", [False, True], ids=["made in it", "found and cleared"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
-def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQueue, masters: bool) -> None:
+def test_an_error_in_a_replay_leaves_the_gradients_of_before(
+    queue: cl.CommandQueue, masters: bool, found: bool
+) -> None:
     """A step inside the ``with`` raises unless it is skipped: the pass is given up, and gradients are put back. A
     master and its parameter have one, which the next step takes once."""
     kept = []
@@ -203,17 +206,23 @@ def test_an_error_in_a_replay_leaves_the_gradients_of_before(queue: cl.CommandQu
             amp.decorate(run.model, run.optimizer, level="O2")
 
         def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
-            loss = run.backward(x, y)
-            with run.handle.scale_loss(loss_of(run.model, (x, y)), run.optimizer) as scaled_loss:
+            if not found:
+                run.backward(x, y)
+            with run.handle.scale_loss(loss := loss_of(run.model, (x, y)), run.optimizer) as scaled_loss:
+                for param in run.model.parameters() if found else ():
+                    param.grad = None
                 scaled_loss.backward()
                 run.optimizer.step()
             return loss
 
         call = amp.record(step) if recorded else step
         seen = []
-        for index, x in enumerate(poisoned(BATCHES, 0, 1, 2, 3)[:7]):  # the fifth is compared, the others replayed
+        for index, batch in enumerate(poisoned(BATCHES, 0, 1, 2, 3)[:7]):  # the 5th is compared, others replayed
+            x, y = to_device(queue, batch), to_device(queue, TARGETS[index])
+            if found:
+                run.backward(x, y)
             with pytest.raises(RuntimeError, match="by the loss scale") if index > 3 else nullcontext():
-                call(to_device(queue, x), to_device(queue, TARGETS[index]))
+                call(x, y)
             seen.append(run.state())
             if index > 3:
                 run.optimizer.step()
