@@ -29,7 +29,7 @@ from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards
+from clamp.scaling.step_guard import StepGuard, StepGuards, give_up_passes
 from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
 
 
@@ -66,8 +66,9 @@ def stages() -> Hashable:
 def begin_anew(optimizer: Any) -> None:
     """An optimizer's gradients have been cleared: what passes have met since its last step is no step's, and if they
     were unscaled, the next ones are new."""
-    for guards in bridge.living(StepGuards):
-        guards.give_up(optimizer)
+    give_up_passes(optimizer)
+    if not _living:
+        return
     with _living_lock:
         living = list(_living)
     for scaling in living:

@@ -87,6 +87,7 @@ class StepGuard(bridge.Listed):
             # The host's last word of the scale: another optimizer's step, which reads it, may come before this one's.
             self.pending = {**self.pending, scaler: scaler.last_seen}
         self.passes += 1
+        _passed.add(id(self.optimizer))
 
     def step(
         self, run: Callable[[], Any], *, scale_stays: bool = False, prepare: Callable[[], Any] | None = None,
@@ -171,6 +172,7 @@ class StepGuard(bridge.Listed):
     def _forget(self) -> None:
         self.pending = {}
         self.passes_before, self.passes = self.passes, 0
+        _passed.discard(id(self.optimizer))
         self.token = object()
 
     def _skip(self, params: Sequence[Tensor], scaler: LossScale | None, state: ScaleState | None) -> NonFinite:
@@ -263,6 +265,19 @@ def is_vouched(optimizer: Any) -> bool:
     return id(optimizer) in _vouched
 
 
+#: ids of optimizers with a pass since the last step: zero_grad has mostly nothing to look for
+_passed: set[int] = set()
+
+
+def give_up_passes(optimizer: Any) -> None:
+    """What is known of an optimizer's passes since its last step goes, as its gradients have."""
+    if id(optimizer) in _passed:
+        _passed.discard(id(optimizer))
+        for guard in bridge.living(StepGuard):
+            if guard.optimizer is optimizer:
+                guard.give_up()
+
+
 def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Makes sure that the tensors of an optimizer that is not netcl's get gradients from now on."""
     plain = [index for index, param in enumerate(params) if not bridge.is_weight(param)]
@@ -342,12 +357,6 @@ class StepGuards(bridge.Listed):
             self._by_id = {key: known for key, known in self._by_id.items() if known.optimizer is not None}
             guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self)
         return guard
-
-    def give_up(self, optimizer: Any) -> None:
-        """What is known of an optimizer's passes since its last step goes, as its gradients have."""
-        guard = self._by_id.get(id(optimizer))
-        if guard is not None and guard.optimizer is optimizer:
-            guard.give_up()
 
     def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:
         """The guard of an optimizer that steps one of these parameters, or masters of them."""
