@@ -305,11 +305,10 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
         tensor.grad = grad
         if shared is not None or hasattr(tensor, "_shared"):
             note_shared(tensor, shared)
-        if mark is None:
-            continue
-        if (known := now.get(id(mark))) is None:
-            known = now[id(mark)] = _renewed(mark, renewed)
-        grad._loss_scaling = known
+        if mark is not None:
+            if (known := now.get(id(mark))) is None:
+                known = now[id(mark)] = _renewed(mark, renewed)
+            grad._loss_scaling = known
 
 
 def _renewed(mark: Mark, tokens: Mapping[object, object]) -> Mark:
