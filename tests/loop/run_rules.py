@@ -141,6 +141,7 @@ class WholeRun(Loop):
     def run_graph(self, graph: Any, scale: Scale, loss: Loss) -> None:
         optimizer = self.optimizers[loss.net]
         inputs = self.real.tensor(loss.x), self.real.tensor(loss.y)
+        optimizer.pending = set()
         for param in optimizer.params:
             param.grad = None
         value, slack, passed = backward(self.layers[loss.net], loss)
@@ -153,6 +154,4 @@ class WholeRun(Loop):
         scale.adjust(optimizer.has_bad())
         assert graph.loss_scale == scale.scale
         if not optimizer.has_bad():
-            if not optimizer.overflowed():
-                self.written |= optimizer.step()
-            optimizer.pending = set()
+            self.written |= optimizer.step()
