@@ -189,7 +189,7 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
         if hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]][_device(item)].append(item)
     kept = set[pytest.Item]()
-    each = {name: _TURNS.get(name, _TURNS_OF_OTHERS)[not is_sweep] for name in _QUEUES if name != _SIMULATOR}
+    each = {name: _turns_of(name)[not is_sweep] for name in _QUEUES if name != _SIMULATOR}
     turns = cycle(name for name, count in each.items() for _ in range(count))
     chosen = _quickest_cpu_and_gpus()
     for by_device in tests.values():
@@ -222,10 +222,14 @@ def _one_of_long(by_device: dict[str | None, list[pytest.Item]]) -> pytest.Item 
     return None
 
 
+def _turns_of(name: str) -> tuple[int, int]:
+    return _TURNS.get(name, _TURNS_OF_OTHERS)
+
+
 def _quickest_cpu_and_gpus() -> set[str]:
     """The CPU whose driver compiles fastest, and all devices that are no CPU, but for the simulator."""
     cpus = [name for name, queue in _QUEUES.items() if queue.device.type & cl.device_type.CPU and name != _SIMULATOR]
-    return _QUEUES.keys() - {_SIMULATOR, *cpus} | {*sorted(cpus, key=lambda name: name in _TURNS)[-1:]}
+    return _QUEUES.keys() - {_SIMULATOR, *cpus} | {*sorted(cpus, key=_turns_of)[-1:]}
 
 
 def _is_of_drivers(item: pytest.Item) -> bool:
