@@ -199,6 +199,33 @@ def test_a_step_that_is_given_up_leaves_the_next_one_its_losses_and_is_not_skipp
     assert_same(trained(given_up=True), trained(given_up=False))
 
 
+def test_a_step_that_is_looked_at_gives_up_nothing(queue: cl.CommandQueue) -> None:
+    """Its zero_grad clears gradients that come back, and so does what was met with them."""
+    model, (x, y) = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
+    left_out = to_device(queue, np.full((8, 16), np.inf))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    with amp.init(loss_scale=2.0**8) as handle:
+
+        def backward(x: Tensor) -> None:
+            with handle.scale_loss(loss_of(model, (x, y)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        def train() -> None:
+            backward(x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        backward(left_out)
+        handle.explain(train)
+        optimizer.zero_grad()
+        train()
+        assert handle.last_step.stepped
+        backward(left_out)
+        handle.explain(train)
+        optimizer.step()
+        assert not handle.last_step.stepped
+
+
 def test_an_overflow_of_one_loss_skips_the_step_of_both(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
     too_large = to_device(queue, np.full((8, 16), np.inf)), data[1]
