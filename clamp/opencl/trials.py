@@ -194,5 +194,11 @@ def tried_here(device: cl.Device, what: HasTrials, names: Iterable[str]) -> Iter
             finally:
                 release_programs(context)
         except Exception as error:
-            verdict = f"{type(error).__name__}: {str(error)[:500]}"
+            verdict = f"{type(error).__name__}: {_in_short(str(error))}"
         yield name, verdict
+
+
+def _in_short(message: str) -> str:
+    """An error's message, of a compiler's log the errors alone: it begins with the options, and may not end."""
+    errors = [line for line in message.splitlines() if "error:" in line or line.startswith("ptxas")]
+    return "\n".join(errors or [message])[:500]

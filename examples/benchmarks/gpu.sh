@@ -132,13 +132,15 @@ find_python() {
 }
 
 install() {
-    local base wheels=() options=() pip
+    local base wheels=() pip seen
     [ -z "$WHEELS" ] || wheels=(--no-index --find-links "$WHEELS")
     if [ ! -x "$PY" ]; then
         base=$(find_python) || return 1
-        "$base" -c 'import torch' 2>/dev/null && options=(--system-site-packages)
-        "$base" -m venv "${options[@]}" "$VENV" 2>/dev/null ||
-            "$base" -m venv --clear --without-pip "${options[@]}" "$VENV" || return 1  # Debian's has no ensurepip
+        "$base" -m venv "$VENV" 2>/dev/null ||
+            "$base" -m venv --clear --without-pip "$VENV" || return 1  # Debian's has no ensurepip
+        # --system-site-packages would pass over those of a virtual environment, in which torch often is
+        seen=$("$base" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null) &&
+            echo "$seen" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
     fi
     pip=("$PY" -m pip)
     if ! "${pip[@]}" --version >/dev/null 2>&1; then
