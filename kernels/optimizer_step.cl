@@ -221,7 +221,7 @@
     static inline V by_chance_bf16_##V(V value, UINT(V) random) {                                   \
         const UINT(V) bits = AS_UINT(V, value) + (random >> 16);                                    \
         const V up = AS_FLOAT(V, bits & 0xffff0000u);                                               \
-        return fabs(up) < INFINITY ? up : value;                                                    \
+        return fabs(up) < INFINITY && fabs(value) < INFINITY ? up : value;                          \
     }                                                                                               \
     static inline V by_chance_f16_##V(V value, UINT(V) random) {                                    \
         const UINT(V) ulp = max(AS_UINT(V, value) & EXPONENT, (UINT(V))(POWER(-14))) - (10u << 23); \

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pyopencl as cl
+
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.program import Kernel
+from clamp.opencl.launches import Launch
+from clamp.opencl.program import READ_STORAGE, Kernel, Prepared
 from clamp.ops.arguments import around_axis, reduced_shape
 from clamp.ops.launch import STRIP, launch, parts_of, pieces_for, plan_columns, plan_rows, span_for
 
-SUM_ROWS = Kernel("reduce.cl", "sum_rows", "X Y")
-SUM_COLUMNS = Kernel("reduce.cl", "sum_columns", "X Y")
+SUM_ROWS = Kernel("reduce.cl", "sum_rows")
+SUM_COLUMNS = Kernel("reduce.cl", "sum_columns")
 EXPAND_ROWS = Kernel("reduce.cl", "expand_rows", "X Y")
 EXPAND_COLUMNS = Kernel("reduce.cl", "expand_columns", "X Y")
+
+_launches = Prepared(1024)
 
 
 def reduce_sum(
@@ -28,26 +33,51 @@ def reduce_sum(
     out = bridge.empty(x.queue, reduced_shape(x.shape, axis, keepdims), out_dtype)
     if outer * inner == 0:
         return out
-    sum_stage = _sum_rows if inner == 1 else _sum_columns
     parts, span = parts_of(x.queue, outer * -(-inner // STRIP), n, min(inner, STRIP))
     if parts > 1:
         partial = bridge.empty(x.queue, (outer * parts * inner,), "float32")
-        sum_stage(x, partial, outer, n, inner, parts, span, 1.0)
-        x, n, span = partial, parts, parts
-    sum_stage(x, out, outer, n, inner, 1, max(n, span), divisor)
+        _summing(x.queue, outer, n, inner, parts, span, x.dtype, "float32")(x.queue, x.buffer, partial.buffer)
+        x, n = partial, parts
+    _summing(x.queue, outer, n, inner, 1, n, x.dtype, out_dtype, divisor)(x.queue, x.buffer, out.buffer)
     return out
 
 
-def _sum_rows(x: Tensor, y: Tensor, outer: int, n: int, _: int, parts: int, span: int, divisor: float) -> None:
-    plan = plan_rows(x.queue, outer * parts, min(n, span))
-    SUM_ROWS(x.queue, *plan.sizes, x, y, outer * parts, n, span, parts, plan.each, divisor, **plan.macros)
+def bind_summing(
+    queue: cl.CommandQueue, outer: int, n: int, inner: int, x_dtype: str, out_dtype: str
+) -> tuple[Launch, int, str]:
+    """A launch that sums the middle axis of tensors (outer, n, inner), or so many parts of it by themselves.
+
+    Returns:
+        The launch, which leaves open the tensor and the result (outer, parts, inner); how many parts; the dtype of the
+        result, float32 where there are several parts.
+    """
+    parts, span = parts_of(queue, outer * -(-inner // STRIP), n, min(inner, STRIP))
+    y_dtype = out_dtype if parts == 1 else "float32"
+    return _summing(queue, outer, n, inner, parts, span if parts > 1 else n, x_dtype, y_dtype), parts, y_dtype
 
 
-def _sum_columns(x: Tensor, y: Tensor, outer: int, n: int, inner: int, parts: int, span: int, divisor: float) -> None:
-    sizes, width, strips = plan_columns(x.queue, outer * parts, min(n, span), inner)
-    SUM_COLUMNS(
-        x.queue, *sizes, x, y, n, inner, span, width, outer * parts, strips, parts, divisor, ONE_COLUMN=int(width == 1)
-    )
+def _summing(
+    queue: cl.CommandQueue, outer: int, n: int, inner: int, parts: int, span: int, x_dtype: str, y_dtype: str,
+    divisor: float = 1.0,
+) -> Launch:  # fmt: skip
+    """The launch for such tensors, whose axis is cut into parts of ``span`` elements."""
+    key = (queue.context.int_ptr, outer, n, inner, parts, span, x_dtype, y_dtype, divisor)
+    found: Launch | None = _launches.known.get(key)
+    if found is not None:
+        return found
+    types = {"X_T": READ_STORAGE[x_dtype], "Y_T": bridge.STORAGE[y_dtype]}
+    sums = outer * parts
+    if inner == 1:
+        plan = plan_rows(queue, sums, min(n, span))
+        numbers = sums, n, span, parts, plan.each, divisor
+        made = SUM_ROWS.bind(queue, *plan.sizes, ..., ..., *numbers, SUM_ROWS=1, **types, **plan.macros)
+    else:
+        sizes, width, strips = plan_columns(queue, sums, min(n, span), inner)
+        made = SUM_COLUMNS.bind(
+            queue, *sizes, ..., ..., n, inner, span, width, sums, strips, parts, divisor,
+            SUM_COLUMNS=1, **types, ONE_COLUMN=int(width == 1),
+        )  # fmt: skip
+    return _launches.keep(key, made)
 
 
 def expand(x: Tensor, shape: Sequence[int], axis: int | None = None, *, out_dtype: str, divisor: float = 1.0) -> Tensor:

@@ -14,13 +14,14 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.cast import cast
 from clamp.ops.launch import launch
+from clamp.ops.reduce import bind_summing
 
 SUM_ROW = Kernel("reduce_to_shape.cl", "sum_row")
 SUM_ROWS = Kernel("reduce_to_shape.cl", "sum_rows")
 
 _PANEL = 64  # columns a task of the kernel sum_rows
-_FEW = 4096  # elements below which cutting an axis into chunks costs more than it brings
-_FEW_ON_CPU = 2**17  # the same where a launch takes as long as a core adds 100,000 numbers
+_FEW = 4096  # elements of a narrow matrix that is summed as it is
+_FEW_ON_CPU = 2**17  # below which cutting an axis into chunks costs more than it brings: a launch takes as long
 _MOST_PARTS = 256  # that one task adds up
 _MOST_AT_ONCE = 2**21  # elements: of more, a second launch costs nothing, and rows in the order of memory are faster
 
@@ -75,10 +76,13 @@ def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str, part
 
 def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     _, x_dtype, out_dtype, outer, rows, inner, parts = key
-    device, items_wanted = capabilities(queue), _items_wanted(queue)
+    if not capabilities(queue).is_cpu:
+        bound, chunks, y_dtype = bind_summing(queue, outer, rows, inner, x_dtype, out_dtype)
+        return _plans.keep(key, (bound, (outer * chunks * inner,), y_dtype, chunks))
+    items_wanted = _items_wanted(queue)
     panels = -(-inner // _PANEL)
-    few = _FEW_ON_CPU if device.is_cpu else _FEW
-    chunks = min(-(-items_wanted // (outer * panels)), rows * min(inner, _PANEL) // few) if parts == 1 else 1
+    most = rows * min(inner, _PANEL) // _FEW_ON_CPU
+    chunks = min(-(-items_wanted // (outer * panels)), most) if parts == 1 else 1
     per_chunk = -(-rows // max(chunks, 1))
     chunks = -(-rows // per_chunk)
     tasks = outer * panels * chunks
@@ -103,8 +107,7 @@ def _fold(rows: int, inner: int) -> int:
 
 
 def _items_wanted(queue: cl.CommandQueue) -> int:
-    device = capabilities(queue)
-    return device.compute_units * (4 if device.is_cpu else 512)
+    return 4 * capabilities(queue).compute_units
 
 
 def _at_once(queue: cl.CommandQueue, axes: Axes) -> bool:

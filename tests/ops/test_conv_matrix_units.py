@@ -51,11 +51,13 @@ class Emulated:
     def __init__(self, unit: MatrixConv, plan: Plan, slices: int, emulate: int) -> None:
         self._unit, self._plan, self._slices, self._emulate = unit, plan, slices, emulate
 
-    def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-        self._unit.convolve_by(problem, x, weights, out, epilogue, self._plan, emulate=self._emulate)
+    def bind(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
+    ) -> Callable[..., None]:
+        return self._unit.bind_by(problem, x, weights, epilogue, self._plan, self._emulate)
 
-    def weight_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> None:
-        self._unit.sum_gradient(problem, x, grad, out, self._plan, self._slices, emulate=self._emulate)
+    def bind_weight_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor) -> Callable[..., None]:
+        return self._unit.bind_gradient_by(problem, x, out, self._plan, self._slices, self._emulate)
 
     def convolve_by(self, *args: Any) -> None:
         self._unit.convolve_by(*args, emulate=self._emulate)

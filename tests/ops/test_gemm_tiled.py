@@ -60,8 +60,8 @@ def test_slices_of_a_thin_gradient(queue: cl.CommandQueue, simulated: bool, monk
         pytest.skip("too slow to simulate")
     monkeypatch.setattr(tiled, "capabilities", lambda queue: GPU)
     taken = []
-    launch = tiled.in_tiles.compute
-    monkeypatch.setattr(tiled.in_tiles, "compute", lambda *args: (taken.append(args[-2:]), launch(*args)))
+    bind = tiled.in_tiles.bind
+    monkeypatch.setattr(tiled.in_tiles, "bind", lambda *args: (taken.append(args[-2:]), bind(*args))[1])
     check(queue, random(10, 2000), random(2000, 20), transpose_a=True, engine="tiled")
     assert taken == [(PLANS[2], 7)], "by the smallest tile, in slices of 256 steps at least"
 

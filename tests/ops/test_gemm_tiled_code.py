@@ -51,13 +51,13 @@ def macros_of(plan: SquarePlan, dtypes: tuple[str, str], transposes: str, aligne
     built: dict[str, Any] = {}
 
     def matrix(dtype: str, *extents: int) -> SimpleNamespace:
-        return SimpleNamespace(shape=extents, dtype=dtype, queue=None, size=m * n)
+        return SimpleNamespace(shape=extents, dtype=dtype, queue=None, size=m * n, buffer=None)
 
     transpose_a, transpose_b = transposes[0] == "T", transposes[1] == "T"
     left = operand_a(matrix(dtypes[0], *((k, m) if transpose_a else (m, k))), transpose_a)
     right = operand_b(matrix(dtypes[1], *((n, k) if transpose_b else (k, n))), transpose_b)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "__call__", lambda *args, **macros: built.update(macros))
+        patch.setattr(Kernel, "bind", lambda *args, **macros: built.update(macros) or (lambda *args: None))
         patch.setattr(tiled, "capabilities", lambda queue: GPU)
         tiled.compute(left, right, matrix(dtypes[0], m, n), Epilogue(dtypes[0]), plan)
     assert built["A_ALIGNED"] == built["B_ALIGNED"] == int(aligned)

@@ -25,6 +25,7 @@ from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MMA, MatrixUnit, cases, computes_right
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.tuning import Tuning, size_class, winner_of
+from tests.launches import forget_prepared_launches
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL, _OTHER = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1)), Plan(16, 16, 16, 2, (1, 1))
@@ -40,11 +41,13 @@ class _Pretended(MatrixUnit):
 
     ran: Any = None
 
-    def compute(self, a: Any, b: Any, c: Any, epilogue: Any, plan: Plan, *others: Any, **options: Any) -> None:
+    def bind_by(
+        self, a: Any, b: Any, c: Any, epilogue: Any, plan: Plan, *others: Any, **options: Any
+    ) -> Callable[..., None]:
         if plan == _REFUSED:
             raise cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")
-        self.ran.append(plan)
-        super().compute(a, b, c, epilogue, plan, *others, **options, emulate=1)
+        compute = super().bind_by(a, b, c, epilogue, plan, *others, **{**options, "emulate": 1})
+        return lambda *tensors: (self.ran.append(plan), compute(*tensors))[1]
 
 
 @pytest.fixture
@@ -125,6 +128,7 @@ def test_another_process_knows_what_was_measured(
     assert ran(unit, lambda: product(queue, "NN")) == [_LARGE]
     assert ran(unit, lambda: product(queue, "NT")) == [_OTHER], "what is measured later is kept beside it"
     monkeypatch.setattr(tuning, "_known", {})
+    forget_prepared_launches(monkeypatch)
     monkeypatch.setattr(_Pretended, "trial_key", lambda self: ["another version of the kernel"])
     assert ran(unit, lambda: product(queue, "NN"))[-1] == _SMALL
 

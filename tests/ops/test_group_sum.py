@@ -14,6 +14,7 @@ from clamp.opencl import device
 from clamp.opencl.device import GROUP_SUMS, capabilities
 from clamp.ops import norm_rows, softmax
 from clamp.ops.reduce import reduce_sum
+from clamp.ops.reduce_to_shape import sum_axis
 from tests.launches import forget_prepared_launches
 from tests.reference import to_device, to_numpy
 
@@ -48,8 +49,10 @@ def test_ways_that_a_device_offers_are_right(queue: cl.CommandQueue) -> None:
 
 def test_a_gpu_with_sub_groups_uses_them(queue: cl.CommandQueue) -> None:
     offered = HAS_SUB_GROUPS in queue.device.extensions
-    assert device._exchange(queue) == ("SUB_GROUPS" if offered else "TREE")
-    assert capabilities(queue).exchange == "TREE"  # of work-groups of one, or a simulator
+    is_nvidia = capabilities(queue).compute_capability > (0, 0)  # it has shuffles in place of them
+    assert device._exchange(queue) == ("SHUFFLES" if is_nvidia else "SUB_GROUPS" if offered else "TREE")
+    if not is_nvidia:
+        assert capabilities(queue).exchange == "TREE"  # of work-groups of one, or a simulator
 
 
 @pytest.mark.parametrize("n", [3, 40, 2000])
@@ -69,3 +72,13 @@ def test_sums_of_sub_groups(queue: cl.CommandQueue, n: int) -> None:
     rows[2, 0] = np.nan
     got, expected = by_both(queue, lambda: softmax.softmax(to_device(queue, rows), out_dtype="float32"))
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 5), (2, 300, 1), (1, 513, 64), (4, 33, 130), (2, 5000, 3)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_over_an_axis(queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> None:
+    x = to_device(queue, np.random.default_rng(0).standard_normal(shape), dtype)
+    expected = to_numpy(x).astype(np.float64).sum(1).reshape(-1)
+    magnitude = np.abs(to_numpy(x)).astype(np.float64).sum(1).reshape(-1)
+    for got in (*by_both(queue, lambda: sum_axis(x, *shape, "float32")), to_numpy(sum_axis(x, *shape, "float32"))):
+        assert (np.abs(got - expected) <= 2.0**-24 * 12 * magnitude).all()

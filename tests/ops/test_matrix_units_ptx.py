@@ -142,12 +142,12 @@ def macros_of(unit: MatrixUnit, plan: Plan, case: Case) -> dict[str, Any]:
     built: dict[str, Any] = {}
 
     def matrix(*extents: int) -> SimpleNamespace:
-        return SimpleNamespace(shape=extents, dtype=dtype, queue=None, size=m * n)
+        return SimpleNamespace(shape=extents, dtype=dtype, queue=None, size=m * n, buffer=None)
 
     left = operand_a(matrix(k, m) if transposes[0] else matrix(m, k), transposes[0])
     right = operand_b(matrix(n, k) if transposes[1] else matrix(k, n), transposes[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "__call__", lambda *args, **macros: built.update(macros))
+        patch.setattr(Kernel, "bind", lambda *args, **macros: built.update(macros) or (lambda *args: None))
         unit.compute(left, right, matrix(m, n), Epilogue(dtype), plan)
     return built
 

@@ -156,7 +156,8 @@ def stepped_by_chance(queue: cl.CommandQueue, values: Host, dtype: str, key: int
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize(("key", "turn"), [(0, 0), (mixed(3, 4), mixed(17))])
 def test_chance_depends_on_key_turn_and_place_alone(queue: cl.CommandQueue, key: int, turn: int, dtype: str) -> None:
-    values = np.concatenate([VALUES[np.abs(np.nan_to_num(VALUES, posinf=0, neginf=0)) > 1e-37], np.full(37, np.nan)])
+    nans = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF] * 13, np.uint32).view(np.float32)  # NVIDIA's has all bits
+    values = np.concatenate([VALUES[np.abs(np.nan_to_num(VALUES, posinf=0, neginf=0)) > 1e-37], nans])
     values = values.astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         expected = rounded_by_chance(values, dtype, chance_of(values.size, key, turn))

@@ -24,6 +24,7 @@ from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, timed
 from clamp.debug.memory_meter import by_kind, pieces_now
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
+from clamp.opencl.device import capabilities
 
 _WARM_UP = 3
 _WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
@@ -42,11 +43,13 @@ class Variant:
     level: str = "O1"  # of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
     master_weight: str | None = None  # of ``decorate``: what is kept of them from step to step
     in_blocks: bool = False  # whether blocks of the network are checkpointed
+    is_recorded: bool = False  # whether steps are replayed (`amp.record`)
     in_8_bits: bool = False  # whether the moments of its Adam or AdamW are of 8 bits (`amp.optim`)
     options: Mapping[str, Any] = field(default_factory=dict)  # more of `amp.init`
     _scalers: dict[str, Any] | None = None
     _first_loss: float | None = None
     _trainer: Any = None
+    _step: Any = None
 
     def _build(self) -> None:
         """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
@@ -61,10 +64,13 @@ class Variant:
         if self.in_blocks:
             trainer.model = _in_blocks(trainer.model)
         self._trainer = trainer
+        self._step = amp.record(trainer.train) if self.is_recorded else trainer.train
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps, each with the loss read at its end."""
         with self._amp() as handle:
+            for _ in range(_WARM_UP if self.is_recorded else 0):  # runs, is recorded under this AMP, is replayed
+                self._train(handle)
             return timed(partial(self._train, handle), self.queue.finish)(calls)
 
     @contextmanager
@@ -135,7 +141,7 @@ class Variant:
         gc.collect()
 
     def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        value = self._trainer.train(handle, *self._batch).value.to_host().item()
+        value = self._step(handle, *self._batch).value.to_host().item()
         self._first_loss = value if self._first_loss is None else self._first_loss
 
     def _loop(self, handle: Any, *, of_loss: bool) -> None:
@@ -207,12 +213,14 @@ def _in_blocks(model: Any) -> Any:
 
 
 def make_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str]) -> dict[str, Variant]:
-    """netcl alone, and clamp in each dtype, at each level that makes a difference there."""
+    """netcl alone, and clamp in each dtype, at each level that makes a difference there; on GPUs recorded as well."""
     variants = {"netcl": Variant(queue, network, None), "clamp float32": Variant(queue, network, "float32")}
     for dtype in dtypes_of(queue)[1:]:
         for level in levels:
             name = f"clamp {dtype}" if len(levels) == 1 else f"clamp {dtype} {level}"
             variants[name] = Variant(queue, network, dtype, level)
+        if not capabilities(queue).is_cpu:  # which would wait for the host
+            variants[f"clamp {dtype}, recorded"] = Variant(queue, network, dtype, is_recorded=True)
     return variants
 
 

@@ -10,13 +10,20 @@ transposed convolution, is such a product again; with a stride, one for each rem
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.ops.conv.engines import choose, problem_on
+from clamp.opencl.program import Prepared
+from clamp.ops.conv.engines import binds, choose, problem_on
 from clamp.ops.conv.geometry import Pair, Window, pair
+from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.reduce_to_shape import sum_channels
+
+#: by all that launches depend on besides the content of tensors: the result's shape, and what launches
+_bound = Prepared(1024)
 
 
 def pack_weights(w: Tensor, groups: int, *, transposed: bool) -> Weights:
@@ -37,6 +44,9 @@ def conv2d(
         bias: (F,), read in its own storage type.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False)
+    key = _key("", x, weights.tensor, None, window, out_dtype, bias, relu, engine)
+    if (bound := _bound.known.get(key)) is not None:
+        return _launched(bound, x, weights.tensor, out_dtype, bias)
     features, channels, *extent = weights.tensor.shape
     _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
     image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
@@ -44,8 +54,7 @@ def conv2d(
     out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
     dtypes, shape = (x.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
     problem = problem_on(x.queue, "", dtypes, out_dtype, x.shape[0], image, shape, window)
-    choose(problem, engine).convolve(problem, x, weights, out, Epilogue(out_dtype, bias, relu))
-    return out
+    return _convolved(key, problem, x, weights, out, Epilogue(out_dtype, bias, relu), engine)
 
 
 def conv2d_input_grad(
@@ -61,14 +70,16 @@ def conv2d_input_grad(
         bias: (C,), added to the result: the bias of a transposed convolution.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
+    key = _key("input", grad, weights.tensor, pair(image), window, out_dtype, bias, False, engine)
+    if (bound := _bound.known.get(key)) is not None:
+        return _launched(bound, grad, weights.tensor, out_dtype, bias)
     features, channels, *extent = weights.tensor.shape
     fits = grad.shape[1] == features and pair(grad.shape[2:]) == window.output(image, pair(extent))
     _require(fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}")
     out = bridge.empty(grad.queue, (grad.shape[0], channels * window.groups, *image), out_dtype)
     dtypes, shape = (grad.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
     problem = problem_on(grad.queue, "input", dtypes, out_dtype, grad.shape[0], pair(image), shape, window)
-    choose(problem, engine).convolve(problem, grad, weights, out, Epilogue(out_dtype, bias))
-    return out
+    return _convolved(key, problem, grad, weights, out, Epilogue(out_dtype, bias), engine)
 
 
 def conv2d_weight_grad(
@@ -96,6 +107,12 @@ def _parameter_grads(
     x: Tensor, grad: Tensor, extent: Pair, window: Window, out_dtype: str, bias_dtype: str | None, engine: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """The weights' gradient; and the bias's, if it is wanted and the kernel sums it on the way."""
+    key = _key("weights", x, grad, pair(extent), window, out_dtype, None, False, engine)
+    if (bound := _bound.known.get(key)) is not None:
+        shape, run = bound
+        out = bridge.empty(x.queue, shape, out_dtype)
+        run(x, grad, out)
+        return out, None
     channels, rows = x.shape[1] // window.groups, grad.shape[1] // window.groups
     size = window.output(pair(x.shape[2:]), extent)
     _require(grad.shape == (x.shape[0], rows * window.groups, *size), f"x {x.shape} and {grad.shape} do not fit")
@@ -105,7 +122,43 @@ def _parameter_grads(
     out = bridge.empty(x.queue, out_shape, out_dtype)
     image, dtypes = pair(x.shape[2:]), (x.dtype, grad.dtype)
     problem = problem_on(x.queue, "weights", dtypes, out_dtype, x.shape[0], image, out_shape, window)
-    return out, choose(problem, engine).weight_gradient(problem, x, grad, out, bias_dtype)
+    chosen = choose(problem, engine)
+    if not binds(chosen):
+        return out, chosen.weight_gradient(problem, x, grad, out, bias_dtype)
+    _, run = _bound.keep(key, (out.shape, chosen.bind_weight_gradient(problem, x, grad, out)))
+    run(x, grad, out)
+    return out, None
+
+
+def _key(
+    gradient: str, x: Tensor, second: Tensor, extents: Pair | None, window: Window, out_dtype: str,
+    bias: Tensor | None, relu: bool, engine: str | None,
+) -> tuple[Hashable, ...]:  # fmt: skip
+    """All that launches depend on besides the content of tensors."""
+    tensors = x.context.int_ptr, tuple(x.shape), x.dtype, tuple(second.shape), second.dtype
+    return (gradient, *tensors, extents, window, out_dtype, None if bias is None else bias.dtype, relu, engine)
+
+
+def _launched(
+    bound: tuple[tuple[int, ...], Callable[..., None]], x: Tensor, w: Tensor, out_dtype: str, bias: Tensor | None
+) -> Tensor:
+    shape, run = bound
+    out = bridge.empty(x.queue, shape, out_dtype)
+    run(x, w, out, out if bias is None else bias)
+    return out
+
+
+def _convolved(
+    key: tuple[Hashable, ...], problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue,
+    engine: str | None,
+) -> Tensor:  # fmt: skip
+    chosen = choose(problem, engine)
+    if binds(chosen):
+        _, run = _bound.keep(key, (out.shape, chosen.bind(problem, x, weights, out, epilogue)))
+        run(x, weights.tensor, out, epilogue.bias_or(out))
+    else:
+        chosen.convolve(problem, x, weights, out, epilogue)
+    return out
 
 
 def _require(condition: bool, message: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeGuard
 
 import pyopencl as cl
 
@@ -31,11 +32,31 @@ class ConvEngine(engine.Engine[Problem], Protocol):
         if that is given and the engine sums it on the way."""
 
 
+class Binds(ConvEngine, Protocol):
+    """An engine whose launches are the same for all tensors like these."""
+
+    def bind(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """`convolve` for all tensors like these, this thread's: called with the source, the weights, the result, and
+        the bias, which is the result where there is none."""
+
+    def bind_weight_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """`weight_gradient` without a bias for all tensors like these, likewise."""
+
+
 #: the first that fits and pays runs
 ENGINES: tuple[ConvEngine, ...] = (amx, winograd, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
 
 #: those of them that must be verified on a device
 MATRIX_UNITS = matrix_units.MATRIX_UNITS
+
+
+def binds(engine: ConvEngine) -> TypeGuard[Binds]:
+    """Returns whether it does. (To ask isinstance for a protocol takes as long as a launch.)"""
+    return hasattr(engine, "bind")
 
 
 def choose(problem: Problem, name: str | None = None) -> ConvEngine:

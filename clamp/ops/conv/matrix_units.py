@@ -7,7 +7,7 @@ and run in plain C (``emulate``) on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -26,7 +26,7 @@ from clamp.ops.conv.geometry import Correlation, Pair, TapAxis, Window
 from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm import matrix_units as products
-from clamp.ops.gemm.in_tiles import add_slices
+from clamp.ops.gemm.in_tiles import bind_adding
 from clamp.ops.gemm.matrix_units import MatrixUnit
 from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue
@@ -78,21 +78,34 @@ class MatrixConv(Verified):
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
         """Writes a convolution or an input gradient over ``out``."""
+        self.bind(problem, x, weights, out, epilogue)(x, weights.tensor, out, epilogue.bias_or(out))
+
+    def bind(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """`convolve` for tensors like these; see `clamp.ops.conv.engines.Binds`."""
         plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
         positions = problem.images * problem.correlations[0][0].positions
-        plan = best_plan(plans, weights.rows, positions, weights.groups, units)
-        self.convolve_by(problem, x, weights, out, epilogue, plan)
+        return self.bind_by(
+            problem, x, weights, epilogue, best_plan(plans, weights.rows, positions, weights.groups, units)
+        )
 
     def weight_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
     ) -> Tensor | None:
         """Writes the gradient by the weights over ``out``."""
+        self.bind_weight_gradient(problem, x, grad, out)(x, grad, out)
+        return None
+
+    def bind_weight_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """`weight_gradient` for tensors like these; see `clamp.ops.conv.engines.Binds`."""
         units, groups = capabilities(x.queue).compute_units, problem.window.groups
         columns = problem.channels * problem.forward.taps
         plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
         tiles = tiles_of(plan, problem.features, columns) * groups
-        self.sum_gradient(problem, x, grad, out, plan, slices_of(tiles, _positions(problem), units))
-        return None
+        return self.bind_gradient_by(problem, x, out, plan, slices_of(tiles, _positions(problem), units))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -107,21 +120,34 @@ class MatrixConv(Verified):
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
         *, emulate: int = 0,
     ) -> None:  # fmt: skip
-        """As `convolve`, by a given plan. ``emulate`` as in kernels/matrix_product.clh."""
+        """As `convolve`, by a given plan (see `bind_by`)."""
+        self.bind_by(problem, x, weights, epilogue, plan, emulate)(x, weights.tensor, out, epilogue.bias_or(out))
+
+    def sum_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan, slices: int = 1, *, emulate: int = 0
+    ) -> None:
+        """As `weight_gradient`, by a given plan (see `bind_gradient_by`)."""
+        self.bind_gradient_by(problem, x, out, plan, slices, emulate)(x, grad, out)
+
+    def bind_by(
+        self, problem: Problem, x: Tensor, weights: Weights, epilogue: Epilogue, plan: Plan, emulate: int = 0
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """As `bind`, by a given plan. ``emulate`` as in kernels/matrix_product.clh."""
         (shapes, (rows, columns)), groups, layout = problem.correlations, weights.groups, _Weights.of(weights)
         height, width = problem.image if problem.gradient == "input" else problem.size
         # from one image, channel, row and column of positions to the next, in elements of the result
         steps = weights.rows * groups * height * width, height * width, rows * width, columns
-        image = weights.channels if x.size else 0  # one without pixels is all padding: sums of nothing
+        is_empty = x.size == 0
+        image = 0 if is_empty else weights.channels  # one without pixels is all padding: sums of nothing
+        launches = []
         for number, shape in enumerate(shapes):
             positions, k = problem.images * shape.positions, image * shape.taps
             if positions * weights.rows * groups == 0:
                 continue
             group = weights.channels * shape.source[0] * shape.source[1]
-            self._kernel(self.conv, emulate)(
+            launch = self._kernel(self.conv, emulate).bind(
                 x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
-                weights.tensor, x if x.size else weights.tensor,
-                _taps(x.queue.context, shape, weights.channels, layout), out, epilogue.bias_or(out),
+                ..., ..., _taps(x.queue.context, shape, weights.channels, layout), ..., ...,
                 weights.rows, k, positions, layout.pitch, layout.group, group,
                 shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
                 groups * group, number // columns * width + number % columns, *steps, *epilogue.flags,
@@ -129,28 +155,45 @@ class MatrixConv(Verified):
                 IN_T=bridge.STORAGE[weights.tensor.dtype], FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros,
                 **dict(self.unit.options),
             )  # fmt: skip
+            launches.append(launch)
 
-    def sum_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan, slices: int = 1, *, emulate: int = 0
-    ) -> None:
-        """Writes the gradient by the weights, by a given plan; of several slices the sums are added in their order."""
+        def run(x: Tensor, w: Tensor, out: Tensor, bias: Tensor) -> None:
+            source = w if is_empty else x
+            for launch in launches:
+                launch(x.queue, w.buffer, source.buffer, out.buffer, bias.buffer)
+
+        return run
+
+    def bind_gradient_by(
+        self, problem: Problem, x: Tensor, out: Tensor, plan: Plan, slices: int = 1, emulate: int = 0
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """As `bind_weight_gradient`, by a given plan; of several slices the sums are added in their order."""
         shape, groups, positions = problem.forward, problem.window.groups, _positions(problem)
         columns = problem.channels * shape.taps
         each = max(-(-positions // (slices * plan.k)), 1) * plan.k
         slices = max(-(-positions // each), 1)
-        partial_sums = out if slices == 1 else bridge.empty(out.queue, (slices * out.size,), "float32")
+        sums_dtype = out.dtype if slices == 1 else "float32"
         group = problem.channels * shape.source[0] * shape.source[1]
-        self._kernel(self.weight_grad, emulate)(
+        launch = self._kernel(self.weight_grad, emulate).bind(
             x.queue, (tiles_of(plan, problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
-            grad, x, _taps(x.queue.context, shape, problem.channels, _Weights()), partial_sums,
+            ..., ..., _taps(x.queue.context, shape, problem.channels, _Weights()), ...,
             problem.features, columns, positions, groups * problem.features * shape.positions, group,
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * group, each, slices,
             WEIGHT_GRAD=1, A_ALIGNED=int(shape.positions % 8 == 0), IN_T=bridge.STORAGE[x.dtype], FULL=0,
-            EMULATE=emulate, **plan.macros, **Epilogue(partial_sums.dtype).macros, **dict(self.unit.options),
+            EMULATE=emulate, **plan.macros, **Epilogue(sums_dtype).macros, **dict(self.unit.options),
         )  # fmt: skip
+        add = None
         if slices > 1:
-            add_slices(partial_sums, out, problem.features * columns, columns, slices, Epilogue(out.dtype))
+            add = bind_adding(out, problem.features * columns, columns, slices, Epilogue(out.dtype))
+
+        def run(x: Tensor, grad: Tensor, out: Tensor) -> None:
+            sums = out if add is None else bridge.empty(out.queue, (slices * out.size,), sums_dtype)
+            launch(x.queue, grad.buffer, x.buffer, sums.buffer)
+            if add is not None:
+                add(out.queue, sums.buffer, out.buffer, out.buffer)
+
+        return run
 
     @staticmethod
     def _kernel(kernel: Kernel, emulate: int) -> Kernel:

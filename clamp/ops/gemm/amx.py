@@ -26,7 +26,7 @@ from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 NAME = "amx"
 TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose matrix unit (AMX) computes right"
 IN_WORDS = "the processor's matrix unit"
-PACKS = True
+PACKS = ROUNDS = True
 
 _PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
 _SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in amx.clh
@@ -125,11 +125,6 @@ def bind(
 ) -> Callable[..., None]:
     """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     return Product(a, b, c, epilogue, unit_of(capabilities(c.queue), reads or a.tensor.dtype), copies)
-
-
-def copies(b: Matrix) -> bool:
-    """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
-    return not b.batch and b.stride_row == 1
 
 
 class Product:

@@ -17,7 +17,7 @@ from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, as_it_lies
 NAME = "direct"
 TAKES = "operands of one storage type"
 IN_WORDS = "one launch that packs what it reads"
-PACKS = False
+PACKS, ROUNDS = False, True
 pack = as_it_lies
 
 _GEMM = Kernel("gemm_direct.cl", "gemm")
@@ -73,8 +73,3 @@ def bind(
         launch(c.queue, left.buffer, right.buffer, c.buffer, bias.buffer, copy.buffer)
 
     return run
-
-
-def copies(b: Matrix) -> bool:
-    """Returns whether a product can write what it rounds op(B) to: dense, with neighbouring columns together."""
-    return not b.batch and b.stride_row == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import pyopencl as cl
 
@@ -25,13 +25,16 @@ class GemmEngine(engine.Engine[Problem], Protocol):
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
 
 
-@runtime_checkable
-class Binds(Protocol):
-    """An engine that takes both operands as they lie as well, and may round them as it reads."""
+class Binds(GemmEngine, Protocol):
+    """An engine that takes both operands as they lie as well."""
 
     @property
     def PACKS(self) -> bool:
         """Returns whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
+
+    @property
+    def ROUNDS(self) -> bool:
+        """Returns whether it may round float32 operands as it reads."""
 
     def bind(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
@@ -40,12 +43,9 @@ class Binds(Protocol):
         where there is none, and b's copy, likewise.
 
         Args:
-            reads: the 16-bit dtype that float32 operands are rounded to as they are read.
+            reads: the 16-bit dtype that float32 operands are rounded to as they are read, where it ``ROUNDS``.
             copies: whether what b is rounded to is written to the copy.
         """
-
-    def copies(self, b: Matrix) -> bool:
-        """Returns whether it can write such a copy."""
 
 
 #: the first that fits and pays runs
@@ -56,6 +56,11 @@ MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
 #: of these: `python -m clamp lists` finds kernels among a module's names, and here only products pass
 KERNELS = tuple(unit.kernel for unit in MATRIX_UNITS)
+
+
+def binds(engine: GemmEngine) -> TypeGuard[Binds]:
+    """Returns whether it does. (To ask isinstance for a protocol takes as long as a launch.)"""
+    return hasattr(engine, "bind")
 
 
 def choose(problem: Problem, name: str | None = None) -> GemmEngine:

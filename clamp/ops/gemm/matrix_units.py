@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pyopencl as cl
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.opencl.launches import Launch
 from clamp.opencl.program import Kernel
 from clamp.opencl.ptx import with_marked_instructions
 from clamp.ops.gemm import in_tiles, tuning
@@ -44,6 +46,8 @@ class MatrixUnit(Verified):
     dtypes: tuple[str, ...] = DTYPES  # storage types of its operands
     options: tuple[tuple[str, int], ...] = ()  # macros of the kernel, for the kind of processor
     more: tuple[Plan, ...] = ()  # other plans, which `python -m clamp tune` tries and measures
+    PACKS: ClassVar[bool] = False
+    ROUNDS: ClassVar[bool] = False
 
     def fits(self, problem: Problem) -> bool:
         """Returns whether the operands are of one 16-bit type, and the engine is verified on the device."""
@@ -55,8 +59,14 @@ class MatrixUnit(Verified):
 
     def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
+        self.bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
+
+    def bind(
+        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+    ) -> Callable[..., None]:
+        """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
-        self.compute(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
+        return self.bind_by(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
     def usual_plan(self, a: Matrix, b: Matrix, c: Tensor) -> Plan:
         """The plan of a product by its extents."""
@@ -101,17 +111,25 @@ class MatrixUnit(Verified):
     def compute(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
     ) -> None:
-        """As `run`, by a given plan.
+        """As `run`, by a given plan (see `bind_by`)."""
+        product = self.bind_by(a, b, c, epilogue, plan, slices, emulate=emulate)
+        product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
+
+    def bind_by(
+        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
+    ) -> Callable[..., None]:
+        """As `bind`, by a given plan.
 
         Args:
             slices: at most so many parts of k are summed by themselves, in float32, and then added in their order.
             emulate: 0 on GPUs with the instruction; 1 and 2 in plain C, as kernels/matrix_product.clh says.
         """
-        in_tiles.compute(partial(self._launch, emulate), a, b, c, epilogue, plan, slices)
+        return in_tiles.bind(partial(self._launch, emulate), a, b, c, epilogue, plan, slices)
 
-    def _launch(self, emulate: int, launch: TileRun) -> None:
+    def _launch(self, emulate: int, tiles: TileRun) -> Launch:
         kernel = self.kernel.in_plain_c if emulate else self.kernel
-        launch(kernel, IN_T=launch.a.storage, FULL=int(launch.is_full), EMULATE=emulate, **dict(self.options))
+        macros = {"IN_T": tiles.a.storage, "FULL": int(tiles.is_full), "EMULATE": emulate, **dict(self.options)}
+        return tiles.bind(kernel, **macros)
 
 
 def layout_of(a: Matrix, b: Matrix) -> str:

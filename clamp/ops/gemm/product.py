@@ -17,7 +17,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.amx import expect
-from clamp.ops.gemm.engines import Binds, GemmEngine, choose, problem_on
+from clamp.ops.gemm.engines import GemmEngine, binds, choose, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
 
@@ -113,14 +113,14 @@ def _product(
         return c
     assert isinstance(right, Matrix)
     chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
-    if key is not None and isinstance(chosen, Binds):
+    if reads is not None and not _rounds(chosen):
+        raise ValueError(f"gemm: the engine {chosen.NAME} reads what lies there: cast a and b to {reads} first")
+    if key is not None and binds(chosen):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
         launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
         if b_copy is not None:
             tell(right.tensor, b_copy)
-    elif reads is not None:
-        raise ValueError(f"gemm: the engine {chosen.NAME} reads what lies there: cast a and b to {reads} first")
     else:
         chosen.run(left, chosen.pack(right), c, epilogue)
     return c
@@ -154,7 +154,7 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
         right = _matrix("pack_b", "b", b, transpose_b, operand_b)
         problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]))
         chosen = choose(problem)
-        known = not isinstance(chosen, Binds) or chosen.PACKS
+        known = not binds(chosen) or chosen.PACKS
         _are_packed.keep(key, known)
     return known
 
@@ -175,9 +175,14 @@ def rounds_as_it_reads(
         problem = _problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch))
         expect(b.queue, problem)
         chosen = choose(problem)
-        known = isinstance(chosen, Binds) and (transpose_b or chosen.copies(right))
+        # a copy is dense, with neighbouring columns together
+        known = _rounds(chosen) and (transpose_b or not right.batch)
         _are_rounded.keep(key, known)
     return known
+
+
+def _rounds(engine: GemmEngine) -> bool:
+    return binds(engine) and engine.ROUNDS
 
 
 def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None, batches: int = 1) -> Problem:

@@ -18,6 +18,7 @@ from math import log2
 import pyopencl as cl
 
 from clamp.opencl import cache, trials
+from clamp.opencl.program import release_programs
 
 _GAIN = 0.97  # of the usual plan's time: what is nearer may be chance
 
@@ -65,6 +66,7 @@ def keep(device: cl.Device, where: str, trial_key: Callable[[], object], tuning:
     before = tuned(device, where, trial_key)
     tuning = Tuning({**before.winners, **tuning.winners}, {**before.seconds, **tuning.seconds})
     _known[device.int_ptr, where] = tuning
+    release_programs()  # launches that were prepared before go by the plan of before
     file = cache.file_for(_key(device, where, trial_key), ".tuned")
     if file is None:
         return False
