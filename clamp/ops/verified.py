@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,10 +68,14 @@ class Verified(ABC):
         return [clamp.__version__, source("common.clh"), *(source(kernel.file) for kernel in self.kernels)]
 
 
-def names_of_verified(engines: Iterable[Verified], queue: cl.CommandQueue) -> frozenset[str]:
+def names_of_verified(engines: Sequence[Verified], queue: cl.CommandQueue) -> frozenset[str]:
     """Names of the engines that are verified on the queue's device. No CPU has a matrix unit."""
-    if capabilities(queue).is_cpu:
+    device = capabilities(queue)
+    if device.is_cpu:
         return frozenset()
+    for engine in engines:  # side by side: to build one's trials takes NVIDIA's compiler up to half a minute
+        if engine.may_work(device):
+            trials.begin(queue.device, engine.where)
     return frozenset(engine.NAME for engine in engines if engine.is_verified(queue))
 
 

@@ -43,6 +43,10 @@ class _Entry:
         return self.shape == tuple(owner.shape) and self.dtype == str(owner.dtype)
 
 
+#: of a weight's id and a dtype: the weights that are cast with it
+Together: TypeAlias = dict[tuple[int, str], list[weakref.ref[Tensor]]]
+
+
 class WeightCache:
     """Derived values by tensor. Thread-safe; an entry dies with its tensor.
 
@@ -56,6 +60,9 @@ class WeightCache:
         self.clears = 0  # how often all was forgotten
         self.losses = 0  # how often anything was
         self.recorded_by: int | None = None  # the thread whose launches are being recorded, for which it is then alone
+        # then: of a weight that is the first to be cast, the others that are cast with it, which must be the same where
+        # the recording is compared with an earlier one
+        self.together: Together | None = None
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.RLock()  # a collection inside the lock may run a weak reference's callback
 
@@ -235,7 +242,7 @@ def _copy_of(weight: Tensor, dtype: str) -> Tensor:
     clears, asked = _thread.iterations.get(dtype, (-1, []))
     together: Sequence[Tensor] = []
     if clears != weights.clears:
-        together, asked = _followers_of(weight, dtype), []
+        together, asked = _cast_with(weight, dtype), []
         _thread.iterations[dtype] = weights.clears, asked
         _followers[id(weight), dtype] = asked
     asked.append(weakref.ref(weight))
@@ -245,6 +252,15 @@ def _copy_of(weight: Tensor, dtype: str) -> Tensor:
         for follower, other in zip(together, others, strict=True):
             weights.put(follower, ("brought along", dtype), other)
     return copy
+
+
+def _cast_with(first: Tensor, dtype: str) -> list[Tensor]:
+    if weights.together is None:
+        return _followers_of(first, dtype)
+    key = id(first), dtype
+    if key not in weights.together:
+        weights.together[key] = [*map(weakref.ref, _followers_of(first, dtype))]
+    return [weight for ref in weights.together[key] if (weight := ref()) is not None]
 
 
 def _followers_of(first: Tensor, dtype: str) -> list[Tensor]:

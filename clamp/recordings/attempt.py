@@ -25,6 +25,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import HostValue, refuse, value_now
+from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES
 from clamp.recordings.watch import Watch
 
@@ -44,11 +45,16 @@ class Attempt(KernelCapture):  # type: ignore[misc]
     Args:
         watch: what the code must not change itself, but in host steps.
         compares: whether it is only to be compared with an earlier one (comparison.py): nobody will replay it.
+        together: which weights were cast together in that.
         raises: whether what no replay could do is an error, in the user's code, and does not end it.
     """
 
-    def __init__(self, watch: Watch, compares: bool = False, raises: bool = False) -> None:
+    def __init__(
+        self, watch: Watch, compares: bool = False, raises: bool = False,
+        together: Together | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.together = {} if together is None else together
         self.compares, self.raises = compares, raises
         self.why = ""  # it was given up; empty if it was not
         self.uploads: list[Upload] = []  # in the order in which they were made

@@ -30,7 +30,7 @@ from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 from clamp.interrupts import With
 from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorder, unrecorded, value_now
 from clamp.ops import transfer
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import Together, weights
 from clamp.patching.patch_registry import BEFORE_REMOVAL, meets
 from clamp.recordings import memory
 from clamp.recordings.attempt import Attempt
@@ -52,6 +52,7 @@ class _Recording:
         self.allocations: list[tuple[int, Address]] = []  # what launches got, with how many there were before
         self._moves = 0
         self._undo: list[tuple[Any, str, Any]] = []
+        self.together: Together = getattr(capture, "together", {})  # of `weights`
         self._before: list[Seen] = []  # the tensors that there were when it began
         self._modules: ModuleNotes | None = None  # while it is under way
         self.begun_by: With | None = None
@@ -60,7 +61,7 @@ class _Recording:
         """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
         self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
         begin()
-        weights.recorded_by = threading.get_ident()
+        weights.recorded_by, weights.together = threading.get_ident(), self.together
         weights.clear()
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
@@ -87,7 +88,7 @@ class _Recording:
     def put_back(self) -> None:
         """Takes the recorder's versions away again. After an interrupt in it, once more does it all."""
         set_recorder(None)
-        weights.recorded_by = None
+        weights.recorded_by = weights.together = None
         for owner, name, original in reversed(self._undo):
             setattr(owner, name, original)
         self._undo = []

@@ -238,7 +238,7 @@ class RecordedFunction:
     def _record(self, key: Key, call: Arguments, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
         roots = self._roots(call)
-        attempt = self._attempt(roots, before) if earlier is None else Attempt(before, compares=True)
+        attempt = self._attempt(roots, before) if earlier is None else earlier.attempt_to_compare(before)
         leaves = call.leaves()
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before) if earlier is None else earlier.trained

@@ -104,6 +104,10 @@ class Replayable:
         self.plan, self.watch = ReplayPlan(attempt, given, self._state.values(), moving), watch
         self.calls = 0  # that it could be replayed for
 
+    def attempt_to_compare(self, before: Watch) -> Attempt:
+        """Returns what records the same call once more, to be compared with this."""
+        return Attempt(before, compares=True, together=self._recording.together)
+
     def _note_results(self, result: Any) -> None:
         self._result = self._mapped(result, self._kept)
         passed = {id(x) for x in (*self._call.passed, *self._call.tensors)}

@@ -13,7 +13,8 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as package
 from clamp.ops.attention import attention, attention_backward, attention_decode, problem
-from tests.reference import assert_close, quantize, to_device, to_numpy
+from clamp.ops.attention.matrix_units import MMA
+from tests.reference import HALF_DTYPES, assert_close, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.kernel
 EPS = 2.0**-24
 SHAPES = [(1, 1, 1, 1), (2, 3, 37, 7), (1, 2, 64, 64), (1, 1, 131, 33), (2, 1, 65, 130)]
 SMALL = [(1, 1, 1, 1), (1, 1, 35, 5)]  # for the simulator
+#: by how much of itself a weight is rounded
+_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "two parts": 2.0**-16}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,24 @@ def _t(x: Any) -> Any:
     return np.swapaxes(x, -1, -2)
 
 
+def rounded(dtype: str) -> type[Reference]:
+    """Attention in float64, whose slacks allow for weights, and slopes of scores, that are rounded to a type."""
+
+    class Rounded(Reference):
+        def __init__(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> None:
+            super().__init__(*(x.astype(np.float64) for x in (q, k, v)), causal, scale)  # type: ignore[call-arg]
+            self.out_slack = self.out_slack + _ULP[dtype] * (self.p @ np.abs(self.v))
+
+        def gradients(self, g: Any) -> list[tuple[Any, Any]]:
+            slopes = g @ _t(self.v)
+            ds = np.abs(self.p * (slopes - (self.p * slopes).sum(-1, keepdims=True)) * self.scale)
+            rounding = (ds @ np.abs(self.k), _t(ds) @ np.abs(self.q), _t(self.p) @ np.abs(g))
+            found = super().gradients(g.astype(np.float64))
+            return [(x, slack + _ULP[dtype] * more) for (x, slack), more in zip(found, rounding, strict=True)]
+
+    return Rounded
+
+
 def normal(queue: cl.CommandQueue, seed: int, shape: tuple[int, ...], *dtypes: str) -> list[Tensor]:
     rng = np.random.default_rng(seed)
     return [to_device(queue, rng.standard_normal(shape), dtype) for dtype in dtypes]
@@ -89,9 +110,11 @@ def normal(queue: cl.CommandQueue, seed: int, shape: tuple[int, ...], *dtypes: s
 
 def check(
     tensors: list[Tensor], causal: bool, scale: float | None, out_dtype: str, grad_dtypes: tuple[str, str, str],
-    reference: type[Reference] = Reference,
+    reference: type[Reference] | None = None,
 ) -> None:  # fmt: skip
     q, k, v, g = tensors
+    if reference is None:  # NVIDIA's matrix units round weights and slopes
+        reference = rounded(q.dtype) if q.dtype in HALF_DTYPES and MMA.verified_plans(q.queue) else Reference
     out, lse = attention(q, k, v, causal, scale, out_dtype=out_dtype)
     used = q.shape[3] ** -0.5 if scale is None else scale
     expected = reference(to_numpy(q), to_numpy(k), to_numpy(v), causal, used)

@@ -22,7 +22,7 @@ from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from tests.ops import test_attention
-from tests.ops.test_attention import Reference, check, normal
+from tests.ops.test_attention import check, normal, rounded
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -31,8 +31,6 @@ pytestmark = [pytest.mark.kernel, pytest.mark.once]
 INSTRUCTIONS, AT_ONCE, LATE = 0, 1, 2  # when copies to local memory arrive (kernels/async_copy.clh)
 SMALL = Plan(32, 32, 128, 2, (2, 1))
 ONE_WARP = Plan(16, 32, 128, 2, (1, 1))  # for the simulator
-#: by how much of itself a weight is rounded
-_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "two parts": 2.0**-16}
 
 
 class Emulated:
@@ -58,24 +56,6 @@ class Emulated:
 
     def backward_by(self, *args: Any) -> None:
         MMA.backward_by(*args, emulate=self._emulate)
-
-
-def rounded(dtype: str) -> type[Reference]:
-    """Attention in float64, whose slacks allow for weights, and slopes of scores, that are rounded to a type."""
-
-    class Rounded(Reference):
-        def __init__(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> None:
-            super().__init__(*(x.astype(np.float64) for x in (q, k, v)), causal, scale)  # type: ignore[call-arg]
-            self.out_slack = self.out_slack + _ULP[dtype] * (self.p @ np.abs(self.v))
-
-        def gradients(self, g: Any) -> list[tuple[Any, Any]]:
-            slopes = g @ _t(self.v)
-            ds = np.abs(self.p * (slopes - (self.p * slopes).sum(-1, keepdims=True)) * self.scale)
-            rounding = (ds @ np.abs(self.k), _t(ds) @ np.abs(self.q), _t(self.p) @ np.abs(g))
-            found = super().gradients(g.astype(np.float64))
-            return [(x, slack + _ULP[dtype] * more) for (x, slack), more in zip(found, rounding, strict=True)]
-
-    return Rounded
 
 
 def _t(x: Any) -> Any:

@@ -63,6 +63,7 @@ def unit(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tuning, "_known", {})
     monkeypatch.setattr(trials, "resolve_name", {u.where: u for u in (unit, unit.candidates)}.__getitem__)
     monkeypatch.setattr(trials, "_tried", _tried_here)
+    monkeypatch.setattr(trials, "begin", lambda *_: None)
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "cache"))
     assert list(unit.measurable_plans(queue)) == [_LARGE, _SMALL, _OTHER]
     return unit

@@ -236,6 +236,17 @@ def assembled(tools: Tools, ptx: Path, processor: str, kernel: Kernel, macros: d
     return output_of(tools.cuobjdump, "-sass", binary), registers
 
 
+def test_a_compiler_whose_pointers_are_generic_takes_them(tools: Tools, tmp_path: Path) -> None:
+    """NVIDIA's does, by default, and takes array parameters for private memory alone (580.159)."""
+    kinds = {case.values[1]: case.values[3] for case in (*products(EXPECTED), *convolutions(EXPECTED))}
+    for kernel, macros_for in kinds.items():
+        text = tmp_path / kernel.file
+        text.write_text(source("common.clh") + source(kernel.file))
+        options = [f"-D{name}={value}" for name, value in macros_for().items()]
+        target = ["-x", "cl", "-cl-std=CL2.0", "-target", "nvptx64-unknown-nvidiacl", "-Xclang", "-target-cpu"]
+        output_of(tools.clang, *target, "-Xclang", "sm_90", "-fsyntax-only", "-w", *options, text)
+
+
 @pytest.mark.parametrize(("unit", "kernel", "plan", "macros_for"), [*products(EXPECTED), *convolutions(EXPECTED)])
 def test_matrix_instructions_and_no_spills(
     request: pytest.FixtureRequest,

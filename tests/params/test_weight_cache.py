@@ -22,7 +22,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp
-from clamp.bridge import Parameter
+from clamp.bridge import Parameter, Tensor
 from clamp.casting import policies
 from clamp.opencl.device import capabilities
 from clamp.params import weight_cache
@@ -64,6 +64,10 @@ def output(weight: Parameter) -> float:
         return float(to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))[0, 0])
 
 
+def _take_buffer(param: Parameter, other: Tensor) -> None:
+    param.buffer, param.of = other.buffer, other  # whose memory another tensor gets, where pools keep it
+
+
 WRITES: dict[str, Callable[[Parameter], object]] = {
     "Tensor.write": lambda p: p.write(np.full((4, 4), 2.0, np.float32)),
     "write_tensor": lambda p: write_tensor(p, np.full((4, 4), 2.0, np.float32)),
@@ -72,7 +76,7 @@ WRITES: dict[str, Callable[[Parameter], object]] = {
     "out=": lambda p: elementwise.elementwise_scalar(p, 2.0, "MUL", out=p),
     "elementwise_binary": lambda p: elementwise.elementwise_binary(p, p, "ADD(v0, v1)", out=p),
     "index_add": lambda p: index_add(p, 0, as_index_tensor([0, 1, 2, 3], p.queue), to_device(p.queue, np.ones((4, 4)))),
-    "a replaced buffer": lambda p: setattr(p, "buffer", to_device(p.queue, np.full((4, 4), 2.0)).buffer),
+    "a replaced buffer": lambda p: _take_buffer(p, to_device(p.queue, np.full((4, 4), 2.0))),
 }
 
 

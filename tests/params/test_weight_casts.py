@@ -103,7 +103,8 @@ def test_a_weight_that_changes_after_it_came_along_is_cast_anew(queue: cl.Comman
         weights.clear()
         assert products(queue, params[:1]) == [4.0]
         params[1].write(np.full((1, 4, 4), 8.0, np.float32))
-        params[2].buffer = to_device(queue, np.full((1, 4, 4), 16.0)).buffer
+        other = to_device(queue, np.full((1, 4, 4), 16.0))
+        params[2].buffer = other.buffer
         assert products(queue, params[1:]) == [32.0, 64.0]
 
 

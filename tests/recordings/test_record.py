@@ -28,6 +28,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, weights_of
+from tests.ops.test_group_sum import as_gpu
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.reference import to_device, to_numpy
 
@@ -523,6 +524,27 @@ def test_methods_and_decorators(queue: cl.CommandQueue) -> None:
     assert gone() is None
     with pytest.raises(TypeError, match="takes a function"):
         amp.record(3)  # type: ignore[arg-type]
+
+
+def test_a_comparison_casts_the_weights_together_that_the_recording_did(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, whose launches are as large as what they cast: two models' weights, asked for after one another."""
+    as_gpu(monkeypatch, queue, "TREE")
+    models = [mlp(queue, 10, 16, 3, seed=seed) for seed in (0, 1)]
+
+    def output(model: Any, x: Tensor) -> Node:
+        with ag.no_grad():
+            return model(ag.tensor(x))
+
+    recorded = [amp.record(partial(output, model)) for model in models]
+    with amp.init():
+        for batch in BATCHES[:4]:
+            x = to_device(queue, batch)
+            for model, step in zip(models, recorded, strict=True):
+                expected = output(model, x).value.to_host()
+                np.testing.assert_array_equal(step(x).value.to_host(), expected)
+        assert [step.recordings for step in recorded] == [1, 1]
 
 
 def scaled(x: Tensor, factor: float) -> Node:

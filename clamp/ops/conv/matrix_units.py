@@ -36,6 +36,8 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _MOST = 2**31 - 2**12  # positions of a batch, and elements of a tap's offset or of the weights: 32 bits in the kernels
 _OUTSIDE = -(2**30)  # a tap that reads nothing
+_TABLE_END = 256  # of these behind the table, as in kernels/matrix_conv_kernel.clh
+_SHARING = 512  # work-items on a compute unit: loads of one work-group go on while another multiplies
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class MatrixConv(Verified):
         columns = problem.channels * problem.forward.taps
         plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
         tiles = tiles_of(plan, problem.features, columns) * groups
-        return self.bind_gradient_by(problem, x, out, plan, slices_of(tiles, _positions(problem), units))
+        at_once = units * max(_SHARING // plan.threads, 1)
+        return self.bind_gradient_by(problem, x, out, plan, slices_of(tiles, _positions(problem), at_once))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -234,21 +237,19 @@ class _Weights:
 
 @lru_cache(maxsize=128)  # of up to some 100 KB
 def _taps(context: cl.Context, shape: Correlation, channels: int, layout: _Weights) -> cl.Buffer:
-    """The table of a correlation: for each step (channel, tap) where its plane lies, how many rows and columns from a
-    position it reads, and where its weight lies. As many steps that read nothing follow as the widest tile may need."""
+    """The table of a correlation: for each step (channel, tap) where its plane lies, and how many rows and columns from
+    a position it reads; steps that read nothing, as many as the widest tile may need; and where each step's weight
+    lies."""
     y, x = _reads(shape.y), _reads(shape.x)
     steps = channels * y.size * x.size
-    table = np.full((steps + 256, 4), (0, _OUTSIDE, _OUTSIDE, 0), np.int32)
-    planes = np.arange(channels)[:, None, None]
-    parts = (
-        planes * shape.source[0] * shape.source[1],
-        y[:, None],
-        x,
-        planes * layout.channel + _elements(shape.y)[:, None] * layout.columns + _elements(shape.x),
-    )
-    extents = (channels, y.size, x.size)
-    table[:steps] = np.stack([np.broadcast_to(part, extents).reshape(-1) for part in parts], axis=1)
-    return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=table)
+    table = np.full((steps + _TABLE_END, 4), (0, _OUTSIDE, _OUTSIDE, 0), np.int32)
+    planes, extents = np.arange(channels)[:, None, None], (channels, y.size, x.size)
+    parts = planes * shape.source[0] * shape.source[1], y[:, None], x
+    table[:steps, :3] = np.stack([np.broadcast_to(part, extents).reshape(-1) for part in parts], axis=1)
+    weights = np.zeros(steps + _TABLE_END, np.int32)
+    weights[:steps] = (planes * layout.channel + _elements(shape.y)[:, None] * layout.columns + _elements(shape.x)).flat
+    content = np.concatenate([table.reshape(-1), weights])
+    return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=content)
 
 
 def _reads(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
