@@ -139,6 +139,6 @@ def test_a_public_name_is_in_the_reference_with_its_arguments_and_an_example() -
 
 
 def test_what_has_run_is_in_the_table_of_support() -> None:
-    results = {file.stem for file in (ROOT / "examples/benchmarks/results").glob("*.json")}
+    results = {file.name.removesuffix(".json") for file in (ROOT / "examples/benchmarks/results").iterdir()}
     text = (ROOT / "docs/support.md").read_text("utf-8")
     assert set(re.findall(r"`([\w-]+-\d{4}-\d\d-\d\d[\w-]*)`", text)) == results
