@@ -25,10 +25,19 @@ __kernel ONE_WORK_ITEM WIDE_VECTORS void pack(matrix src, __global uint *panels,
                                               const int is_b, const int copies) {
     const size_t steps = max((K + K_STEP - 1) / K_STEP, (ulong)1), all = (rows + SIDE - 1) / SIDE;
     const size_t words = STEP_BYTES / sizeof(uint), first = SHARE(0, 0, all), count = SHARE(0, 1, all) - first;
+    const size_t begin = SHARE(1, 0, steps), end = SHARE(1, 1, steps), whole_end = min(end, (size_t)K / K_STEP);
+    const bool by_rows = !is_b && stride_k == width && begin < whole_end;
+    const size_t by_row = by_rows ? min(count, (rows - first * SIDE) / SIDE) : 0; // panels
     panels += (get_global_id(2) * all + first) * steps * words;
-    for (size_t t = SHARE(1, 0, steps); t < SHARE(1, 1, steps); t++)
-        pack_step(src + get_global_id(2) * stride_batch, panels + t * words, count, steps * words, first * SIDE, t,
+    src += get_global_id(2) * stride_batch;
+    for (size_t p = 0; p < by_row; p++)
+        pack_rows(src + (first + p) * SIDE * stride_row + begin * K_STEP * width, panels + (p * steps + begin) * words,
+                  whole_end - begin, stride_row, width);
+    for (size_t t = begin; t < end; t++) {
+        const size_t done = t < whole_end ? by_row : 0;
+        pack_step(src, panels + (done * steps + t) * words, count - done, steps * words, (first + done) * SIDE, t,
                   rows, K, stride_row, stride_k, is_b, copy, copies, width);
+    }
 }
 
 #define MR SIDE
@@ -81,6 +90,12 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
     }
 }
 
+// Has the lines of a tile of C come while it is multiplied. Places behind C's end may be among them.
+static inline void fetch_to_write(__global void *C, size_t begin, size_t N, int out_type) {
+    const size_t width = out_type == 0 ? 4 : 2;
+    for (size_t i = 0; i < SIDE; i++) PREFETCH_TO_WRITE((__global uchar *)C + (begin + i * N) * width);
+}
+
 // Work-item (block of rows, block of columns, batch): block_a x block_b tiles of C. Rows of a panel of A are a_row bytes
 // apart, its steps a_step, panels a_panel, and matrices a_batch: panels, or 16-bit A itself. C of float32 without bias
 // and relu may be `streamed`. `transposed`, C is N x M, and bias is of M. B is in panels, or, where `b_width` is not 0,
@@ -97,7 +112,8 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
     const size_t panels_a = (M + SIDE - 1) / SIDE, panels_b = (N + SIDE - 1) / SIDE;
     const size_t first_a = get_global_id(0) * block_a, end_a = min(first_a + block_a, panels_a);
     const size_t first_b = get_global_id(1) * block_b, end_b = min(first_b + block_b, panels_b);
-    float sums[SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS];
+    const size_t columns = transposed ? M : N; // of C
+    float sums[SUMS] __attribute__((aligned(64))), totals[BLOCK_A * SUMS] __attribute__((aligned(64)));
     A += batch * a_batch;
     const size_t block = (batch * get_global_size(1) + get_global_id(1)) * get_global_size(0) + get_global_id(0);
     B += batch * b_batch;
@@ -113,16 +129,24 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
                           (matrix_copy)copy, copies, b_width);
             for (size_t p = first_a; p < end_a; p++) {
                 float *total = totals + (steps > SUM_STEPS ? (p - first_a) * SUMS : 0);
+                float *sum = t > 0 || is_last ? sums : total;
                 lines_a a = A + p * a_panel + t * a_step;
-                multiply(a, a_row, a_step, b, sums, count, 0);
+                if (is_last && !streamed) {
+                    const size_t m = (transposed ? q : p) * SIDE, n = (transposed ? p : q) * SIDE;
+                    fetch_to_write(C, batch * M * N + m * columns + n, columns, out_type);
+                }
+                // What is multiplied next of B lies behind this, and comes a share at a time.
+                lines_b ahead = b + count * STEP_BYTES + (p - first_a) * count * AHEAD_BYTES;
+                multiply_ahead(a, a_row, a_step, b, sum, count, 0, ahead);
 #if PARTS == 2
-                mend_sums(a, a_row, a_step, b, sums, count);
+                mend_sums(a, a_row, a_step, b, sum, count);
 #endif
-                float *sum = is_last ? sums : total;
-                if (t > 0)
-                    for (size_t i = 0; i < SUMS; i++) sum[i] = sums[i] + total[i];
-                else if (!is_last)
-                    for (size_t i = 0; i < SUMS; i++) total[i] = sums[i];
+                if (t > 0) {
+                    float *to = is_last ? sums : total;
+                    for (size_t i = 0; i < SUMS; i += 16)
+                        STORE_PRIVATE(float16, LOAD_PRIVATE(float16, sums + i) + LOAD_PRIVATE(float16, total + i),
+                                      to + i);
+                }
                 if (!is_last) continue;
                 if (transposed) transpose_sums(sums);
                 store(sums, C, batch * M * N, (transposed ? q : p) * SIDE, (transposed ? p : q) * SIDE,

@@ -34,7 +34,7 @@ _PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
 _SUM_STEPS = 32
 _CACHE_WAY = 4096  # bytes after which addresses are of the same set of a first-level cache, of 12 lines
 _MANY_COLUMNS = 2048
-_BLOCK_A, _BLOCK_B = 8, 16  # panels of a work-item's block
+_BLOCK_A, _BLOCK_B = 8, 64  # panels of a work-item's block
 _BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
 # Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. No power of two,
