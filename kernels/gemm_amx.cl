@@ -90,7 +90,7 @@ static inline void store(const float *sums, __global void *C, size_t begin, size
     }
 }
 
-// Has the lines of a tile of C come while it is multiplied. Places behind C's end may be among them.
+// Has the lines of a tile of C, which is large, come while it is multiplied. Places behind its end may be among them.
 static inline void fetch_to_write(__global void *C, size_t begin, size_t N, int out_type) {
     const size_t width = out_type == 0 ? 4 : 2;
     for (size_t i = 0; i < SIDE; i++) PREFETCH_TO_WRITE((__global uchar *)C + (begin + i * N) * width);
@@ -131,13 +131,15 @@ gemm(__global const uchar *A, __global const uchar *B, __global void *C, __globa
                 float *total = totals + (steps > SUM_STEPS ? (p - first_a) * SUMS : 0);
                 float *sum = t > 0 || is_last ? sums : total;
                 lines_a a = A + p * a_panel + t * a_step;
-                if (is_last && !streamed) {
+                if (is_last && !streamed && !b_width) {
                     const size_t m = (transposed ? q : p) * SIDE, n = (transposed ? p : q) * SIDE;
                     fetch_to_write(C, batch * M * N + m * columns + n, columns, out_type);
                 }
-                // What is multiplied next of B lies behind this, and comes a share at a time.
-                lines_b ahead = b + count * STEP_BYTES + (p - first_a) * count * AHEAD_BYTES;
-                multiply_ahead(a, a_row, a_step, b, sum, count, 0, ahead);
+                if (b_width)
+                    multiply(a, a_row, a_step, b, sum, count, 0);
+                else // what is multiplied next of B lies behind this, and comes a share at a time
+                    multiply_ahead(a, a_row, a_step, b, sum, count, 0,
+                                   b + count * STEP_BYTES + (p - first_a) * count * AHEAD_BYTES);
 #if PARTS == 2
                 mend_sums(a, a_row, a_step, b, sum, count);
 #endif
