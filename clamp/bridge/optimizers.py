@@ -14,7 +14,7 @@ import pyopencl as cl
 from netcl.amp import GradScaler
 from netcl.optim import adamw
 
-from clamp.bridge.masters import is_in_parts, model_parameter
+from clamp.bridge.masters import is_in_parts
 from clamp.bridge.modules import Module
 from clamp.bridge.objects import in_reach, own_attributes
 from clamp.bridge.tensors import Tensor, is_frozen
@@ -140,9 +140,8 @@ def forget_the_gone(optimizer: Any) -> None:
 def add_missing_state(optimizer: Any) -> None:
     """Gives parameters that were added to ``optimizer.params`` the state of new ones.
 
-    netcl's optimizers make it at construction only, and fused AdamW forgets all moments when it meets another list of
-    parameters (one more or less, frozen, or in another order), and knows none that consist of parts: it goes on
-    parameter by parameter instead, with the moments that it has.
+    netcl's optimizers make it at construction only. Fused AdamW saves and steps the moments of one list of parameters:
+    with another one it goes on parameter by parameter, as with such as consist of parts.
     """
     forget_the_gone(optimizer)
     params = optimizer.params
@@ -155,15 +154,25 @@ def add_missing_state(optimizer: Any) -> None:
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)
-    fused = fused_state(optimizer)
+    if fused_state(optimizer) is not None and (any(map(is_in_parts, params)) or not _has_all(optimizer, params)):
+        _step_apart(optimizer)
+
+
+def _has_all(adamw: Any, params: Sequence[Tensor]) -> bool:
+    """Whether the moments that AdamW has, if any, are together, of these parameters in this order."""
+    fused = fused_state(adamw)
     if fused is None:
-        return
-    stepped = [id(param) for param in params if not is_frozen(param) and not is_frozen(model_parameter(param))]
-    if any(map(is_in_parts, params)) or [id(param) for param, _, _ in fused["offsets"]] != stepped:
-        for param, offset, size in fused["offsets"]:
-            optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
-            optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
-        optimizer._fused_state, optimizer._fused_enabled = None, False
+        return not adamw._m_buf
+    return [id(param) for param, _, _ in fused["offsets"]] == [*map(id, params)]
+
+
+def _step_apart(adamw: Any) -> None:
+    """Lets AdamW go on parameter by parameter, with the moments that it has."""
+    fused = fused_state(adamw) or {"offsets": ()}
+    for param, offset, size in fused["offsets"]:
+        adamw._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
+        adamw._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
+    adamw._fused_state, adamw._fused_enabled = None, False
 
 
 #: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step
@@ -238,8 +247,15 @@ def fused_size(size: int) -> int:
 
 
 def steps_as_one(adamw: Any) -> bool:
-    """Returns whether netcl's AdamW will step with its fused kernel, which alone of its two knows ``max_norm``."""
+    """Returns whether netcl's AdamW will step with its fused kernel.
+
+    That has its moments in one buffer, and netcl begins with zeros in a new one, or loads those of other parameters,
+    where the next step is of others than the last, frozen or without a gradient: AdamW goes on parameter by parameter
+    then, with the moments that it has.
+    """
     params = [param for param in adamw.params if not is_frozen(param) and param.grad is not None]
+    if adamw._fused_enabled and (len(params) < len(adamw.params) or not _has_all(adamw, params)):
+        _step_apart(adamw)
     return (
         adamw._fused_enabled
         and len(params) >= adamw._fused_min_params
