@@ -106,7 +106,8 @@ class Ranks:
         """Copies rank 0's values, bit for bit, to all ranks. Call it on every rank, before training.
 
         Args:
-            roots: models (parameters and buffers), optimizers (what their ``step()`` updates), tensors, or lists.
+            roots: models (parameters and buffers), optimizers (what their ``step()`` updates), tensors, or lists;
+                fp32 masters go with their 16-bit parameters.
 
         Raises:
             TypeError: one of these is none of that.
@@ -275,18 +276,20 @@ def _mean(shares: Array, dtype: str) -> Array:
 
 
 def _tensors_of(root: Any) -> Iterator[Tensor]:
-    """The tensors of a model, an optimizer, a list of these, or a tensor itself."""
+    """The tensors of a model, an optimizer, a list of these, or a tensor itself, and the masters of 16-bit ones."""
     if isinstance(root, Tensor):
-        yield root
+        model = bridge.model_parameter(root)
+        yield model
+        master = root if root is not model else bridge.master_of(model)
+        if master is not None:  # after its parameter: what is written to last is what the other is made from
+            yield master
     elif isinstance(root, list | tuple):
         for part in root:
             yield from _tensors_of(part)
     elif hasattr(root, "params") and hasattr(root, "step"):
-        for param in bridge.optimizer_parameters(root):
-            yield param
-            yield bridge.model_parameter(param)
+        yield from _tensors_of(bridge.optimizer_parameters(root))
     elif isinstance(root, bridge.Module):
         for _, tensor in bridge.module_tensors(root):
-            yield tensor
+            yield from _tensors_of(tensor)
     else:
         raise TypeError(f"broadcast takes models, optimizers and tensors, got {type(root).__name__}")

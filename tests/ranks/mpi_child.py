@@ -124,6 +124,26 @@ def equals_single_process(queue: cl.CommandQueue) -> None:
 
 
 @mode
+def broadcasts_masters(queue: cl.CommandQueue) -> None:
+    """Masters of 16-bit parameters, however they are kept."""
+    for keep in (True, "remainder", "kahan", "stochastic"):
+        for what in ("model", "optimizer"):
+            model = mlp(queue, *WIDTHS, seed=RANK)
+            optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+            with amp.init(dtype="bfloat16", level="O2") as handle:
+                ranks = handle.distribute(COMM)
+                amp.decorate(model, optimizer, level="O2", dtype="bfloat16", master_weight=keep)
+                before = [master.to_host() for master in amp.master_params(optimizer)]
+                ranks.broadcast(model if what == "model" else optimizer)
+                after = [master.to_host() for master in amp.master_params(optimizer)]
+                assert RANK or all(map(np.array_equal, before, after)), (keep, what)
+                assert same_everywhere(after), (keep, what)
+                backward(handle, optimizer, model, part(queue, 0))
+                optimizer.step()
+                assert same_everywhere(weights_of(model)), (keep, what)
+
+
+@mode
 def overflow_on_one_rank(queue: cl.CommandQueue) -> None:
     """Every rank skips the same step, no bit of parameters or momentum moves, and the scales stay equal."""
     for reduce_dtype in (None, "float16"):

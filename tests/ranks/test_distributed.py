@@ -286,7 +286,7 @@ def run_ranks(launcher: list[str], ranks: int, *command: str, platform: str | No
 def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQueue) -> None:
     checks = (
         "equals_single_process,overflow_on_one_rank,repeats_together,accumulates_and_wraps,gradient_on_one_rank_only,"
-        "refuses_a_step_without_averages"
+        "refuses_a_step_without_averages,broadcasts_masters"
     )
     status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", checks, platform=queue.device.platform.name)
     assert status == 0, output
