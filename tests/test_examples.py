@@ -357,6 +357,7 @@ variance right False
 statistics finite False
 overflow visible False
 shape (1, 4, 10, 10)
+replaced (1, 4)
 mean of a row 0.0
 gelu [1.9545
 same gradient False
@@ -395,6 +396,7 @@ variance right True
 statistics finite True
 overflow visible True
 shape (1, 4, 8, 8)
+replaced (1, 2)
 mean of a row -0.88
 gelu [1.9544
 same gradient True

@@ -6,6 +6,7 @@ docs/netcl-defects.md has the layers, each with a minimal example.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,18 @@ from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
 from clamp.patching.wrap import Installed, netcl_wrapper
 
 # --------------------------------------------------------------------------------------------------------------- layers
+
+
+_fused_of: weakref.WeakKeyDictionary[layers.Sequential, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@meets("netcl.nn.layers.Sequential.forward")
+def sequential(wrapped: Any, instance: Any, /, x: Any) -> Any:
+    """Layers one after the other: netcl's goes on with those that it fused, whatever has been put in their place."""
+    if _fused_of.get(instance) != instance.layers:
+        vars(instance).update(dict.fromkeys(bridge.MADE_FROM_LAYERS))
+        _fused_of[instance] = [*instance.layers]
+    return wrapped(x)
 
 
 @meets("netcl.nn.layers._FusedConvReLUTrain.forward")
