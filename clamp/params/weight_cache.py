@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import pyopencl as cl
 
-from clamp.bridge import Tensor, nbytes
+from clamp.bridge import Tensor, is_grad_enabled, nbytes
 from clamp.ops.cast import cast
 from clamp.ops.optimizer_step import cast_all
 
@@ -21,13 +21,14 @@ Value = TypeVar("Value")
 
 
 class _Entry:
-    __slots__ = ("buffer", "dtype", "ref", "shape", "values")
+    __slots__ = ("buffer", "dtype", "of_evaluation", "ref", "shape", "values")
 
     def __init__(self, tensor: Tensor, ref: weakref.ref[Tensor]) -> None:
         self.ref = ref
         self.buffer = tensor.buffer
         self.shape = tuple(tensor.shape)
         self.dtype = str(tensor.dtype)
+        self.of_evaluation = not is_grad_enabled()  # no step's end comes after it
         self.values: dict[Hashable, Any] = {}
 
     def value(self, kind: Hashable) -> Any:
@@ -53,7 +54,8 @@ class WeightCache:
     netcl's tensors are unhashable, so entries are found by ``id`` and checked against a weak reference. They
     also remember the tensor's buffer, shape and dtype: an optimizer that replaces the buffer (fused AdamW does), or
     ``p.shape = ...``, ends the entry. What is written into the buffer by other means than netcl's (a kernel of the
-    user's, ``pyopencl.enqueue_copy``) nobody tells clamp of: ``handle.clear_cache()`` does.
+    user's, ``pyopencl.enqueue_copy``) nobody tells clamp of: ``handle.clear_cache()`` does. So a training step begins
+    with nothing: what was made under ``no_grad`` goes when an op that is recorded for backward asks.
     """
 
     def __init__(self) -> None:
@@ -105,8 +107,8 @@ class WeightCache:
     def known(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, if it is there."""
         with self._lock:
-            entry = None if self._is_anothers() else self._entries.get(id(tensor))
-            return entry.value(kind) if entry is not None and entry.is_of(tensor) else None
+            entry = None if self._is_anothers() else self._known_entry(tensor)
+            return entry.value(kind) if entry is not None else None
 
     def take(self, tensor: Tensor, kind: Hashable) -> Any:
         """The value of this kind, which is kept no longer; None if there is none."""
@@ -132,8 +134,14 @@ class WeightCache:
         return self.recorded_by is not None and self.recorded_by != threading.get_ident()
 
     def _entry(self, tensor: Tensor) -> _Entry:
+        return self._known_entry(tensor) or self._new_entry(tensor)
+
+    def _known_entry(self, tensor: Tensor) -> _Entry | None:
         entry = self._entries.get(id(tensor))
-        return entry if entry is not None and entry.is_of(tensor) else self._new_entry(tensor)
+        if entry is not None and entry.of_evaluation and is_grad_enabled():
+            self.clear()  # training begins: after an evaluation weights may have been written by means nobody sees
+            return None
+        return entry if entry is not None and entry.is_of(tensor) else None
 
     def _new_entry(self, tensor: Tensor) -> _Entry:
         key = id(tensor)

@@ -160,6 +160,22 @@ def test_clear_cache_is_for_kernels_of_the_users_own(queue: cl.CommandQueue, han
     assert output(weight) == 8.0
 
 
+def test_a_step_after_an_evaluation_reads_what_was_written_unseen(
+    queue: cl.CommandQueue, handle: amp.AmpHandle
+) -> None:
+    x = ag.tensor(to_device(queue, np.ones((1, 4))))
+    params = [Parameter.from_host(queue, np.ones((4, 4), np.float32)) for _ in range(2)]
+    for weight in params:
+        output(weight)
+        cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
+    for _ in range(2):
+        for weight in params:
+            assert to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)).value)[0, 0] == 8.0
+    assert len(weights) == 2, "copies of a step are kept"
+    assert output(params[0]) == 8.0
+    assert len(weights) == 2, "an evaluation uses them"
+
+
 def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
     with amp.autocast():
