@@ -268,14 +268,14 @@ class Watch:
 
     def _module_variables(self, module: ModuleType, code: CodeType) -> None:
         """What a function may read from a module: its variables that the function names; of a library's, dicts, as
-        ``os.environ`` is one."""
+        ``os.environ`` is one, and functions, in whose place the user may put others."""
         if (module.__name__, code) in self._known_modules:
             return
         self._known_modules.add((module.__name__, code))
         own = vars(module)
         names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
         if is_of_library(module.__name__):
-            names = [name for name in names if issubclass(type(own[name]), MutableMapping)]
+            names = [name for name in names if issubclass(type(own[name]), MutableMapping | FunctionType)]
         if not names:
             return
         seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")

@@ -35,6 +35,7 @@ from tests.reference import to_device
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 Case = tuple[Callable[[], float], Callable[[float], Any]]  # what the function reads, and what sets it
+HARD_TANH = ag.hard_tanh
 factor = 1.0
 FACTORS: dict[str, list[float]] = {}
 CASES: dict[str, Callable[[], Case]] = {}
@@ -137,6 +138,13 @@ def of_a_context_variable() -> Case:
 def in_the_environment() -> Case:
     os.environ["CLAMP_FACTOR"] = "1.0"
     return (lambda: float(os.environ["CLAMP_FACTOR"])), lambda value: os.environ.update(CLAMP_FACTOR=str(value))
+
+
+@case
+def in_place_of_a_function_of_netcls() -> Case:
+    ag.hard_tanh = HARD_TANH
+    read = lambda: 1.0 if ag.hard_tanh is HARD_TANH else ag.hard_tanh(None)  # noqa: E731
+    return read, lambda value: setattr(ag, "hard_tanh", lambda _: value)
 
 
 @case
@@ -376,6 +384,7 @@ def run(case: Case, x: Tensor, how: str) -> list[np.ndarray[Any, Any]]:
 def clean() -> Iterator[None]:
     amp.init(dtype="float32")
     yield
+    ag.hard_tanh = HARD_TANH
     amp.shutdown()
     session.forget_patches()
     sys.modules.pop("settings_of_a_test", None)
