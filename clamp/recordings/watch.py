@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from functools import partial
@@ -36,8 +36,11 @@ from clamp.recordings.code_names import CodeNames, global_names, imported, is_li
 from clamp.recordings.watched_state import (
     GENERATORS,
     PLAIN,
+    Slots,
+    ThreadsOwn,
     Values,
     WatchedPart,
+    behind,
     drawn,
     position,
 )
@@ -85,7 +88,9 @@ class Watch:
         self._walk()
         used = self._names.used() if self._settings else set()
         for x, name, not_settings in self._settings:
-            self._look_at_settings(bridge.own_attributes(x), name, used - not_settings)
+            # Attributes that the code names: what it reads may decide, and what it writes would stay.
+            own, names = bridge.own_attributes(x), used - not_settings
+            self._variables(own, [key for key in list(own) if key in names], name)
         self._walk()
 
     def holds(self) -> bool:
@@ -176,12 +181,12 @@ class Watch:
             (value,) = self._add(lambda: (x.get(None),), lambda *_: name)
             self._push(value, name)
         elif issubclass(kind, threading.local):  # what this thread has of it
-            self._mapping(_ThreadsOwn(x), lambda key: f"{name}.{key}")
+            self._mapping(ThreadsOwn(x), lambda key: f"{name}.{key}")
             self._push(kind, name)
         elif issubclass(kind, weakref.ReferenceType):
             self._through(x, name)
         elif issubclass(kind, weakref.ProxyTypes):
-            self._through(partial(_behind, x), name)
+            self._through(partial(behind, x), name)
         elif issubclass(kind, type):
             if not is_library(x):
                 self._names.found_class(x)
@@ -194,12 +199,6 @@ class Watch:
             self._settings.append((x, name, {"params"}))
         elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
             self._object(x, kind, name)
-
-    def _look_at_settings(self, own: Mapping[str, Any], name: str, used: Collection[str]) -> None:
-        """Attributes that the code names: what it reads may decide, and what it writes would stay."""
-        for key in [key for key in list(own) if key in used]:
-            (value,) = self._add(partial(_setting, own, key), lambda *_, key=key: f"{name}.{key}")
-            self._push(value, f"{name}.{key}")
 
     def _through(self, target: Callable[[], Any], name: str) -> None:
         """What a weak reference leads to, without holding it: its attributes are held, not the object."""
@@ -225,7 +224,7 @@ class Watch:
         self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
         self._attributes(x, bridge.own_attributes(x), name)
         if slots:
-            self._mapping(_Slots(x, slots), lambda key: f"{name}.{key}")
+            self._mapping(Slots(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
 
@@ -239,6 +238,12 @@ class Watch:
             self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_layer)
             return
         keys = [key for key in list(own) if not self._hidden(x, key)]  # one that comes later has decided nothing
+        self._variables(own, keys, name)
+
+    def _variables(self, own: Mapping[str, Any], keys: Sequence[str], name: str) -> None:
+        """These of an object's attributes."""
+        if not keys:
+            return
         seen = self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
         for key, value in zip(keys, seen, strict=True):
             self._push(value, f"{name}.{key}")
@@ -286,16 +291,19 @@ class Watch:
                 self._push(value, f"{module.__name__}.{name}")
 
     def _items(self, x: Any, name: str) -> None:
-        base = next(base for base in _ITEMS if isinstance(x, base))  # whose methods no class of the user's replaces
+        # whose methods no class of the user's replaces
+        base: Any = next(base for base in _ITEMS if isinstance(x, base))
         if base.__len__(x) > _LONGEST:
             self._add(lambda: (base.__len__(x),), lambda *_: name)
             return
+
+        def read() -> Values:  # of a set, to which a thread or a collection may add meanwhile, a copy's
+            return (*base.__iter__(set.copy(x) if base is set else x),)
+
         if base in (tuple, frozenset):
-            items = _items_now(base, x)
+            items = read()
         else:
-            items = self._add(
-                lambda: _items_now(base, x), lambda values, index: f"{name}[{index}]" if values else f"len({name})"
-            )
+            items = self._add(read, lambda values, index: f"{name}[{index}]" if values else f"len({name})")
         for index, item in enumerate(items):
             self._push(item, f"{name}[{index}]")
 
@@ -342,65 +350,8 @@ class Watch:
         self._stack.append((x, name, False))
 
 
-def _setting(own: Mapping[str, Any], key: str) -> Values:
-    return (own.get(key),)
-
-
-class _Slots(Mapping[str, Any]):
-    """The attributes that an object keeps without a dict, as a dict."""
-
-    def __init__(self, owner: Any, slots: list[MemberDescriptorType]) -> None:
-        self._owner, self._slots = owner, {slot.__name__: slot for slot in slots}
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._slots[name].__get__(self._owner)
-        except AttributeError:  # not assigned yet
-            return None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-
-class _ThreadsOwn(Mapping[str, Any]):
-    """What the thread that asks has of a ``threading.local``. A new thread may have the number of one that has ended,
-    and so its recordings."""
-
-    def __init__(self, local: threading.local) -> None:
-        self._local = local
-
-    def __getitem__(self, name: str) -> Any:
-        return self._own()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._own()))
-
-    def __len__(self) -> int:
-        return len(self._own())
-
-    def _own(self) -> dict[str, Any]:
-        own: dict[str, Any] = threading.local.__getattribute__(self._local, "__dict__")
-        return own
-
-
-def _behind(proxy: Any) -> Any:
-    """A weak proxy; None when what it stands for is gone."""
-    try:
-        return proxy if proxy.__class__ else None
-    except ReferenceError:
-        return None
-
-
 def _has_settings(x: Any) -> bool:
     """Returns whether an object's attributes may decide what a pass computes."""
     module = type(x).__module__
     is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
     return not is_opaque or "_unwatched" in bridge.own_attributes(x)
-
-
-def _items_now(base: Any, x: Any) -> tuple[Any, ...]:
-    """A container's items; of a set, to which a thread or a collection may add meanwhile, those of a copy."""
-    return (*base.__iter__(set.copy(x) if base is set else x),)
