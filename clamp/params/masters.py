@@ -67,7 +67,7 @@ def narrow(
         if now == "float32":
             master = bridge.take_storage(param)
             master.requires_grad = param.requires_grad
-            _share_gradient(master, param, param.grad)
+            share_gradient(master, param, param.grad)
         else:
             master = master_for(param)
         if now != wanted:
@@ -367,7 +367,7 @@ def gather(master: Tensor, model: Tensor) -> None:
         grad = ours if theirs is None else gradient_marks.added(ours, theirs)
     if grad is not None and grad.dtype in HALF_DTYPES:
         grad = widened(grad)
-    _share_gradient(master, model, grad)
+    share_gradient(master, model, grad)
 
 
 def widen_gradients(params: Iterable[Tensor]) -> bool:
@@ -391,15 +391,11 @@ def widened(grad: Tensor) -> Tensor:
     return wide
 
 
-def share_gradient(master: Tensor, model: Tensor) -> None:
-    """Shows the master's gradient on the model."""
-    if model is not master:
-        _share_gradient(master, model, master.grad)
-
-
-def _share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
+def share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
+    """Gives a master and its parameter one gradient; they may be the same tensor."""
     master.grad = model.grad = grad
-    gradient_marks.note_shared(master, grad)
+    if model is not master:
+        gradient_marks.note_shared(master, grad)
 
 
 def clear_gradients(optimizer: Any) -> None:
@@ -407,7 +403,7 @@ def clear_gradients(optimizer: Any) -> None:
     for master in optimizer.params:
         model = bridge.model_parameter(master)
         if model is not master and master.grad is None:
-            _share_gradient(master, model, None)
+            share_gradient(master, model, None)
 
 
 # ---------------------------------------------------------------------------------------------- saving

@@ -200,8 +200,7 @@ class PassGradients:
             for leaf in run.reached:
                 leaf.grad = run.before.get(id(leaf))
         for slot in self._slots:
-            slot.master.grad = slot.before
-            masters.share_gradient(slot.master, slot.model)
+            masters.share_gradient(slot.master, slot.model, slot.before)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -253,7 +252,7 @@ class PassGradients:
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
             if slot.model is not slot.master:
-                masters.share_gradient(slot.master, slot.model)
+                masters.share_gradient(slot.master, slot.model, slot.master.grad)
 
 
 def unscale_all(
@@ -357,6 +356,5 @@ def unscale_gradients(
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
         true = unscale_all([grad for _, _, grad in entries], scaler, heard)
         for master, model, grad in entries:
-            master.grad = true[id(grad)]
-            masters.share_gradient(master, model)
+            masters.share_gradient(master, model, true[id(grad)])
     return scalers, count

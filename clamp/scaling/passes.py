@@ -369,7 +369,7 @@ class PassScaling:
         guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
         before, last, guard.met = _scale_of(scaler), guard.last, None
         yield
-        guard.decided_elsewhere(before, _scale_of(scaler), stepped=guard.last is not last)
+        guard.decided_elsewhere(last, before, _scale_of(scaler))
         self._shown = weakref.ref(scaler)
 
     @contextmanager
@@ -383,7 +383,8 @@ class PassScaling:
                 yield
         finally:
             if reports.steps > steps:
-                guard.decided_by(reports.history[-1], stepped=guard.last is not last)
+                report = reports.history[-1]
+                guard.decided_elsewhere(last, report.scale_before, report.scale, report)
                 scaling.tell_later(self.guards.reports)
                 self._shown = weakref.ref(scaling)
 

@@ -38,7 +38,8 @@ from clamp.scaling.step_report import (
     warn_of_lost_updates,
 )
 
-_vouched = set[int]()  # optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
+#: ids of optimizers whose gradients an outer guard, a GradScaler's or a graph's, has found finite
+_vouched: dict[object, int] = {}
 
 
 class _Withheld(threading.local):
@@ -155,13 +156,8 @@ class StepGuard(bridge.Listed):
         return result
 
     def _vouching(self, run: Callable[[], Any]) -> Any:
-        inside = id(self.optimizer) in _vouched
-        try:
-            _vouched.add(id(self.optimizer))
+        with among(_vouched, id(self.optimizer)):
             return run()
-        finally:
-            if not inside:
-                _vouched.discard(id(self.optimizer))
 
     def give_up(self) -> None:
         """The passes since the last step, and what they met, are no step's: their gradients go."""
@@ -197,32 +193,26 @@ class StepGuard(bridge.Listed):
         params = [param for param in self.optimizer.params if isinstance(param, Tensor)]
         self.met = self._non_finite(params), self._names_of_absent(params)
 
-    def decided_elsewhere(self, before: float, scale: float, *, stepped: bool) -> None:
+    def decided_elsewhere(
+        self, last: StepReport | None, before: float, scale: float, report: StepReport | None = None
+    ) -> None:
         """Another scaler than the handle's has let this optimizer step just now, or has not.
 
         Args:
+            last: the guard's last report before: if there is another now, the optimizer's ``step`` has been called.
             before, scale: its scale before and after.
-            stepped: whether the optimizer's ``step`` has been called, and reported.
+            report: in its history, if it keeps one of its own.
         """
-        if stepped:
-            self.last = self._guards.reports.amend(scale_before=before, scale=scale)
-            return
-        bad, absent = self.met or (NonFinite(0, 0, ()), ())
-        self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
-        self._guards.reports.warn_of_kept(bad)
-
-    def decided_by(self, report: StepReport, *, stepped: bool) -> None:
-        """A scaler that keeps a history of its own has let this optimizer step just now, or has not.
-
-        Args:
-            report: in that history.
-            stepped: whether the optimizer's ``step`` has been called, and reported.
-        """
-        if stepped:
-            self.last = self._guards.reports.amend(scale_before=report.scale_before, scale=report.scale)
-        else:
+        reports = self._guards.reports
+        if self.last is not last:
+            self.last = reports.amend(scale_before=before, scale=scale)
+        elif report is not None:
             told = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "step"}
-            self.last = self._guards.reports.add(**told)
+            self.last = reports.add(**told)
+        else:
+            bad, absent = self.met or (NonFinite(0, 0, ()), ())
+            self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
+            reports.warn_of_kept(bad)
 
     def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
         self.last = self._guards.reports.add(stepped, reason, scale, repeats=self.repeats, **more)
@@ -262,7 +252,7 @@ def are_steps_withheld() -> bool:
 
 def is_vouched(optimizer: Any) -> bool:
     """Returns whether an optimizer steps inside of a step that a GradScaler or a graph has decided about."""
-    return id(optimizer) in _vouched
+    return id(optimizer) in _vouched.values()
 
 
 #: ids of optimizers with a pass since the last step: zero_grad has mostly nothing to look for
