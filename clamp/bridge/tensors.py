@@ -82,8 +82,6 @@ def nbytes(tensor: Tensor) -> int:
 
 
 _from_shape = Tensor.from_shape  # netcl's own: a user's goes through clamp/patching/tensors.py
-
-
 _own_init, _own_pool_of, _fill = Tensor.__init__, memory.get_persistent_pool, own_copy(transfer.fill)
 
 
@@ -119,7 +117,10 @@ def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dty
     handle = place.pool.allocate(size)
     if place.pool.stats.misses != place.new[0]:
         place.new[0] = place.pool.stats.misses
-        _free_in_order(getattr(handle, "_arr", None), queue)
+        # Shared virtual memory that does not go back to its pool is to be freed in its turn among the launches: the end
+        # of a tensor gives it back, in Python, and Ctrl-C in there would free what launches are still using.
+        if (shared := getattr(handle, "_arr", None)) is not None:
+            shared.base.bind_to_queue(queue)
     tensor = _made_as(place.like)
     tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = handle.buffer, handle, shape, dtype
     return tensor
@@ -197,15 +198,6 @@ if hasattr(os, "register_at_fork"):
 def has_tensors(queue: cl.CommandQueue) -> bool:
     """Returns whether the last tensor was made on this queue, which is usable then."""
     return _place.queue is queue
-
-
-def _free_in_order(shared: Any, queue: cl.CommandQueue) -> None:
-    """Lets shared virtual memory be freed in its turn among the launches of a queue, should it not go back to its pool.
-
-    The end of a tensor gives it back, in Python: Ctrl-C in there would free what launches are still using.
-    """
-    if shared is not None:
-        shared.base.bind_to_queue(queue)
 
 
 def ones(queue: cl.CommandQueue, shape: Sequence[int]) -> Tensor:
