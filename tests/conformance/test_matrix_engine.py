@@ -9,7 +9,6 @@ from typing import Any
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import empty
 from clamp.casting.registry import OWNED
 from clamp.cli.lists import reached
 from clamp.ops import attention
@@ -65,11 +64,10 @@ class _Emulated:
         self._compute(self._unit.sum_gradient, problem, x, grad, out, self._plan)
 
     def forward(self, *problem: Any) -> None:
-        self._compute(self._unit.forward_by, *problem, self._plan)
+        self._compute(self._unit.forward, *problem, self._plan)
 
-    def backward(self, problem: Any, q: Any, *operands: Any) -> None:
-        delta = empty(q.queue, q.shape[:3], "float32")
-        self._compute(self._unit.backward_by, problem, q, *operands, delta, self._plan)
+    def backward(self, *problem: Any) -> None:
+        self._compute(self._unit.backward, *problem, self._plan)
 
     def _compute(self, compute: Any, *args: Any) -> None:
         self._ran.append(args)

@@ -11,14 +11,13 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Tensor
 from clamp.opencl import trials
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as ops
 from clamp.ops import verified
 from clamp.ops.attention import matrix_units
 from clamp.ops.attention.matrix_units import MMA
-from clamp.ops.attention.problem import Gradients, Problem
+from clamp.ops.attention.problem import Problem
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from tests.ops import test_attention
@@ -42,20 +41,11 @@ class Emulated:
     def __init__(self, plan: Plan = SMALL, emulate: int = LATE) -> None:
         self._plan, self._emulate = plan, emulate
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        self.forward_by(problem, q, k, v, out, lse, self._plan)
+    def forward(self, problem: Problem, *tensors: Any) -> None:
+        MMA.forward(problem, *tensors[:5], self._plan, emulate=self._emulate)
 
-    def backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients
-    ) -> None:
-        delta = ops.bridge.empty(q.queue, q.shape[:3], "float32")
-        self.backward_by(problem, q, k, v, lse, grad, grads, delta, self._plan)
-
-    def forward_by(self, *args: Any) -> None:
-        MMA.forward_by(*args, emulate=self._emulate)
-
-    def backward_by(self, *args: Any) -> None:
-        MMA.backward_by(*args, emulate=self._emulate)
+    def backward(self, problem: Problem, *tensors: Any) -> None:
+        MMA.backward(problem, *tensors[:6], self._plan, *tensors[7:], emulate=self._emulate)
 
 
 def _t(x: Any) -> Any:

@@ -285,8 +285,8 @@ def kernels_of(unit: MatrixAttention, plan: Plan, dtype: str, width: int) -> dic
     problem = Problem(2, 100, width, True, 1.0, (STORAGE[dtype],) * 4, device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "on", on)
-        unit.forward_by(problem, x, x, x, x, x, plan)
-        unit.backward_by(problem, x, x, x, x, x, (x, x, x), x, plan)
+        unit.forward(problem, x, x, x, x, x, plan)
+        unit.backward(problem, x, x, x, x, x, (x, x, x), plan, x)
     return built
 
 

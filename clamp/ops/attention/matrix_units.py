@@ -50,17 +50,6 @@ class MatrixAttention(Verified):
         """The plan of a problem that fits."""
         return next(plan for plan in self.plans if problem.width <= plan.k)
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
-        self.forward_by(problem, q, k, v, out, lse, self.plan(problem))
-
-    def backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients
-    ) -> None:
-        """Writes the gradients of q, k and v over ``grads``."""
-        delta = bridge.empty(q.queue, q.shape[:3], "float32")
-        self.backward_by(problem, q, k, v, lse, grad, grads, delta, self.plan(problem))
-
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """Its kernels."""
@@ -74,22 +63,26 @@ class MatrixAttention(Verified):
         """Returns whether a small attention comes out right by a plan."""
         return computes_right(self, plan, queue, _DTYPES)
 
-    def forward_by(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan,
+    def forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None,
         *, emulate: int = 0,
     ) -> None:  # fmt: skip
-        """As `forward`, by a given plan. ``emulate`` as in kernels/async_copy.clh."""
+        """Writes the result over ``out`` and the log-sum-exps over ``lse``, by the problem's plan if none is given.
+        ``emulate`` as in kernels/async_copy.clh."""
+        plan = plan or self.plan(problem)
         FORWARD(
             q.queue, *_launch(problem, plan), q, k, v, out, lse, *_extents(problem),
             EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
         )  # fmt: skip
 
-    def backward_by(
+    def backward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients,
-        delta: Tensor, plan: Plan, *, emulate: int = 0,
+        plan: Plan | None = None, delta: Tensor | None = None, *, emulate: int = 0,
     ) -> None:  # fmt: skip
-        """As `backward`, by a given plan; ``delta`` (B, H, T), float32, takes sums of weight times slope."""
-        dq, dk, dv = grads
+        """Writes the gradients of q, k and v over ``grads``; sums of weight times slope over ``delta`` (B, H, T),
+        float32, if that is given. ``plan`` and ``emulate`` as of `forward`."""
+        (dq, dk, dv), plan = grads, plan or self.plan(problem)
+        delta = bridge.empty(q.queue, q.shape[:3], "float32") if delta is None else delta
         queue, sizes, extents = q.queue, _launch(problem, plan), _extents(problem)
         built = _macros(problem, plan.rows, plan.columns // 2) | {"EMULATE": emulate}  # there are two own tiles
         DELTA(queue, *sizes, q, k, v, grad, lse, delta, *extents, DELTA=1, **built)
@@ -134,8 +127,8 @@ def _computes(
     storage = (bridge.STORAGE[dtype],) * 4
     problem = Problem(*shape, causal, scale, storage, capabilities(queue))
     out, lse, *grads = found
-    engine.forward_by(problem, q, k, v, out, lse, plan)
-    engine.backward_by(problem, q, k, v, lse, grad, tuple(grads), delta, plan)
+    engine.forward(problem, q, k, v, out, lse, plan)
+    engine.backward(problem, q, k, v, lse, grad, tuple(grads), plan, delta)
     close = (np.abs(x.to_host() - y).max() <= _CLOSE * np.abs(y).max() for x, y in zip(found, expected, strict=True))
     return all(close)  # a NaN is not
 
