@@ -268,20 +268,16 @@ class PoolPeak:
     def __call__(self, reset: bool) -> int:
         """The most since the last reset. Before the first question nobody counted: all that pools have taken."""
         if not self._counts:
-            self._count()
-        assert self._peak is not None
-        peak = self._peak
+            pools = _PERSISTENT_POOLS.values()
+            taken = sum(pool.stats.bytes_allocated for pool in pools)
+            self._held = taken - sum(pool.stats.bytes_cached for pool in pools)
+            self._peak = taken if self._peak is None else max(self._peak, self._held)
+            self._counts = True
+            listen_to_pools(self)
+        peak = self._peak or 0
         if reset:
             self._peak = self._held
         return peak
-
-    def _count(self) -> None:
-        pools = _PERSISTENT_POOLS.values()
-        taken = sum(pool.stats.bytes_allocated for pool in pools)
-        self._held = taken - sum(pool.stats.bytes_cached for pool in pools)
-        self._peak = taken if self._peak is None else max(self._peak, self._held)
-        self._counts = True
-        listen_to_pools(self)
 
     def taken(self, handle: Any, nbytes: int) -> None:
         """See `PoolListener`."""

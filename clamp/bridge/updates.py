@@ -133,7 +133,9 @@ def _sgd(optimizer: SGD, params: Sequence[Tensor]) -> Update:
 
 def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
     chosen = optimizer.lr, optimizer.weight_decay, optimizer.momentum
-    if any(type(x) not in (int, float) for x in chosen) or not _computes_as_numpy(params[0].queue):
+    # Not every device has the numbers below 2^-126 that numpy has.
+    has_them = params[0].queue.device.single_fp_config & cl.device_fp_config.DENORM
+    if any(type(x) not in (int, float) for x in chosen) or not has_them:
         return None  # numpy.float64(0.9) * float32 is float64
     if not isinstance(optimizer.vel, DeviceArrays):
         optimizer.vel = DeviceArrays(optimizer.vel)
@@ -142,11 +144,6 @@ def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
     velocities = [optimizer.vel.buffer_of(param) for param in params]
     numbers = (*map(np.float32, chosen), np.int32(bool(optimizer.nesterov)))
     return Update("momentum", numbers, velocities, lambda: [velocities])
-
-
-def _computes_as_numpy(queue: cl.CommandQueue) -> bool:
-    """Returns whether a device has the numbers below 2^-126 that numpy has."""
-    return bool(queue.device.single_fp_config & cl.device_fp_config.DENORM)
 
 
 def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:

@@ -263,9 +263,8 @@ class Graph:
         return self._recorder._variants
 
     def _in_region(self) -> AbstractContextManager[Any]:
-        if self.config.amp is not None:
-            return in_region(region_here(enabled=self.config.amp, dtype=self.config.dtype))
-        region = current_region()
+        amp, dtype = self.config.amp, self.config.dtype
+        region = current_region() if amp is None else region_here(enabled=amp, dtype=dtype)
         return nullcontext() if region is None else in_region(region)
 
     def _run(self, inputs: Sequence[Any]) -> Any:
