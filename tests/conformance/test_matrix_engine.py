@@ -58,10 +58,10 @@ class _Emulated:
         self._compute(self._unit.compute, *product, self._plan)
 
     def convolve(self, *problem: Any) -> None:
-        self._compute(self._unit.convolve_by, *problem, self._plan)
+        self._compute(self._unit.convolve, *problem, self._plan)
 
-    def weight_gradient(self, problem: Any, x: Any, grad: Any, out: Any, bias_dtype: Any) -> None:
-        self._compute(self._unit.sum_gradient, problem, x, grad, out, self._plan)
+    def weight_gradient(self, *problem: Any) -> None:
+        self._compute(self._unit.weight_gradient, *problem, self._plan)
 
     def forward(self, *problem: Any) -> None:
         self._compute(self._unit.forward, *problem, self._plan)

@@ -9,17 +9,14 @@ from typing import Any
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
 from clamp.ops.conv import engines, matrix_units
 from clamp.ops.conv.engines import MATRIX_UNITS
 from clamp.ops.conv.matrix_units import MMA, MMA_K8, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.weights import Weights
 from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
-from clamp.ops.gemm.problem import Epilogue
 from tests.ops.conv_reference import Case, check
 from tests.ops.test_conv import (
     CASES,
@@ -51,19 +48,12 @@ class Emulated:
     def __init__(self, unit: MatrixConv, plan: Plan, slices: int, emulate: int) -> None:
         self._unit, self._plan, self._slices, self._emulate = unit, plan, slices, emulate
 
-    def bind(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
-    ) -> Callable[..., None]:
-        return self._unit.bind_by(problem, x, weights, epilogue, self._plan, self._emulate)
+    def bind(self, *problem: Any) -> Callable[..., None]:
+        return self._unit.bind(*problem[:5], plan=self._plan, emulate=self._emulate)
 
-    def bind_weight_gradient(self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor) -> Callable[..., None]:
-        return self._unit.bind_gradient_by(problem, x, out, self._plan, self._slices, self._emulate)
-
-    def convolve_by(self, *args: Any) -> None:
-        self._unit.convolve_by(*args, emulate=self._emulate)
-
-    def sum_gradient(self, *args: Any) -> None:
-        self._unit.sum_gradient(*args, emulate=self._emulate)
+    def bind_weight_gradient(self, *problem: Any) -> Callable[..., None]:
+        given = {"plan": self._plan, "slices": self._slices, "emulate": self._emulate}
+        return self._unit.bind_weight_gradient(*problem[:4], **given)
 
 
 #: in plain C mma is the same for each kind of processor

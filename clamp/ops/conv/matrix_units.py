@@ -78,37 +78,21 @@ class MatrixConv(Verified):
             self.NAME in problem.verified and first == second and first in self.unit.dtypes and _is_countable(problem)
         )
 
-    def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
-        """Writes a convolution or an input gradient over ``out``."""
-        self.bind(problem, x, weights, out, epilogue)(x, weights.tensor, out, epilogue.bias_or(out))
-
-    def bind(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """`convolve` for tensors like these; see `clamp.ops.conv.engines.Binds`."""
-        plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
-        positions = problem.images * problem.correlations[0][0].positions
-        return self.bind_by(
-            problem, x, weights, epilogue, best_plan(plans, weights.rows, positions, weights.groups, units)
-        )
+    def convolve(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None,
+        *, emulate: int = 0,
+    ) -> None:  # fmt: skip
+        """Writes a convolution or an input gradient over ``out``; ``plan`` and ``emulate`` as of `bind`."""
+        run = self.bind(problem, x, weights, out, epilogue, plan, emulate)
+        run(x, weights.tensor, out, epilogue.bias_or(out))
 
     def weight_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None
-    ) -> Tensor | None:
-        """Writes the gradient by the weights over ``out``."""
-        self.bind_weight_gradient(problem, x, grad, out)(x, grad, out)
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None, plan: Plan | None = None,
+        *, emulate: int = 0,
+    ) -> Tensor | None:  # fmt: skip
+        """Writes the gradient by the weights over ``out``; ``plan`` and ``emulate`` as of `bind`."""
+        self.bind_weight_gradient(problem, x, grad, out, plan, emulate=emulate)(x, grad, out)
         return None
-
-    def bind_weight_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor
-    ) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """`weight_gradient` for tensors like these; see `clamp.ops.conv.engines.Binds`."""
-        units, groups = capabilities(x.queue).compute_units, problem.window.groups
-        columns = problem.channels * problem.forward.taps
-        plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
-        tiles = tiles_of(plan, problem.features, columns) * groups
-        at_once = units * max(_SHARING // plan.threads, 1)
-        return self.bind_gradient_by(problem, x, out, plan, slices_of(tiles, _positions(problem), at_once))
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -119,24 +103,20 @@ class MatrixConv(Verified):
         """Returns whether small convolutions and their gradients come out right by a plan."""
         return computes_right(self, plan, queue, self.unit.dtypes)
 
-    def convolve_by(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan,
-        *, emulate: int = 0,
-    ) -> None:  # fmt: skip
-        """As `convolve`, by a given plan (see `bind_by`)."""
-        self.bind_by(problem, x, weights, epilogue, plan, emulate)(x, weights.tensor, out, epilogue.bias_or(out))
+    def bind(
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None,
+        emulate: int = 0,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
+        """`convolve` for tensors like these; see `clamp.ops.conv.engines.Binds`.
 
-    def sum_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan, slices: int = 1, *, emulate: int = 0
-    ) -> None:
-        """As `weight_gradient`, by a given plan (see `bind_gradient_by`)."""
-        self.bind_gradient_by(problem, x, out, plan, slices, emulate)(x, grad, out)
-
-    def bind_by(
-        self, problem: Problem, x: Tensor, weights: Weights, epilogue: Epilogue, plan: Plan, emulate: int = 0
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """As `bind`, by a given plan. ``emulate`` as in kernels/matrix_product.clh."""
+        Args:
+            plan: the best of those that are verified if none is given.
+            emulate: as in kernels/matrix_product.clh.
+        """
         (shapes, (rows, columns)), groups, layout = problem.correlations, weights.groups, _Weights.of(weights)
+        if plan is None:
+            plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
+            plan = best_plan(plans, weights.rows, problem.images * shapes[0].positions, groups, units)
         height, width = problem.image if problem.gradient == "input" else problem.size
         # from one image, channel, row and column of positions to the next, in elements of the result
         steps = weights.rows * groups * height * width, height * width, rows * width, columns
@@ -167,12 +147,19 @@ class MatrixConv(Verified):
 
         return run
 
-    def bind_gradient_by(
-        self, problem: Problem, x: Tensor, out: Tensor, plan: Plan, slices: int = 1, emulate: int = 0
-    ) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """As `bind_weight_gradient`, by a given plan; of several slices the sums are added in their order."""
-        shape, groups, positions = problem.forward, problem.window.groups, _positions(problem)
-        columns = problem.channels * shape.taps
+    def bind_weight_gradient(
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan | None = None, slices: int = 1,
+        emulate: int = 0,
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:  # fmt: skip
+        """`weight_gradient` for tensors like these, likewise; with a plan in so many slices, whose sums are added in
+        their order."""
+        shape, groups = problem.forward, problem.window.groups
+        positions, columns = problem.images * shape.positions, problem.channels * shape.taps
+        if plan is None:
+            units = capabilities(x.queue).compute_units
+            plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
+            tiles = tiles_of(plan, problem.features, columns) * groups
+            slices = slices_of(tiles, positions, units * max(_SHARING // plan.threads, 1))
         each = max(-(-positions // (slices * plan.k)), 1) * plan.k
         slices = max(-(-positions // each), 1)
         sums_dtype = out.dtype if slices == 1 else "float32"
@@ -201,10 +188,6 @@ class MatrixConv(Verified):
     @staticmethod
     def _kernel(kernel: Kernel, emulate: int) -> Kernel:
         return kernel.in_plain_c if emulate else kernel
-
-
-def _positions(problem: Problem) -> int:
-    return problem.images * problem.forward.positions
 
 
 def _is_countable(problem: Problem) -> bool:
@@ -283,10 +266,11 @@ def _computes(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtype: str
         found: Any = DeviceMatrix.like(queue, np.full(expected.shape, 99), "float32")
         xs, ws, grads = (DeviceMatrix.like(queue, host, dtype) for host in (x, w, grad))
         if gradient == "weights":
-            engine.sum_gradient(problem, xs, grads, found, plan)
+            engine.bind_weight_gradient(problem, xs, grads, found, plan)(xs, grads, found)
         else:
             weights = Weights(ws, window.groups, gradient == "input")
-            engine.convolve_by(problem, grads if gradient else xs, weights, found, Epilogue("float32"), plan)
+            source = grads if gradient else xs
+            engine.bind(problem, source, weights, found, Epilogue("float32"), plan)(source, ws, found, found)
         if not np.array_equal(found.to_host(), expected):
             return False
     return True
