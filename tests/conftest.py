@@ -28,12 +28,14 @@ from typing import Any
 _OCLGRIND_LOG = Path(tempfile.mkdtemp(prefix="clamp-tests-")) / "oclgrind.log"
 os.environ["OCLGRIND_DATA_RACES"] = "1"
 os.environ["OCLGRIND_LOCAL_MEM_SIZE"] = str(64 * 1024)  # as every GPU with matrix units has at least
+os.environ["OCLGRIND_MAX_WGSIZE"] = "256"  # as GPUs have at least: it simulates idle work-items, too
 os.environ["CLAMP_CACHE_LATER"] = "off"  # no process beside each test's that keeps PoCL's programs
 # netcl times its products for convolutions of one pixel, and a dozen kernels for others, and builds all of them for it:
 # which one a test meets would be chance.
 os.environ["NETCL_AUTOTUNE"] = "0"
 os.environ["OCLGRIND_LOG"] = str(_OCLGRIND_LOG)
 os.environ.pop("PYTEST_ADDOPTS", None)  # of this run, which has read it, and not of those that tests start
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts compiles all of clamp's Python
 
 import numpy as np
 import pyopencl as cl
@@ -68,7 +70,7 @@ _PLATFORMS = {"Portable Computing Language": "pocl", "Intel(R) OpenCL": "intel",
 
 # Of cases dealt out, so many are on a device, in the sweep and in an everyday run: PoCL takes five times as long
 # to build a kernel as Intel's runtime, without optimisation.
-_TURNS = {"intel": (15, 60), "pocl": (1, 1)}
+_TURNS = {"intel": (15, 120), "pocl": (1, 1)}
 _TURNS_OF_OTHERS = (1, 4)
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
@@ -104,6 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kernel: tests kernels; runs on the Oclgrind simulator as well")
     config.addinivalue_line(
         "markers", "once: tests what is the same on every CPU, a GPU's kernels, say: on that which compiles fastest"
+    )
+    config.addinivalue_line(
+        "markers", "simulated_elsewhere: another test's case shows the simulator the same kernels in an everyday run"
     )
     config.addinivalue_line("markers", "long: takes about a second a case: an everyday run has one of its cases")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
@@ -179,7 +184,8 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     In an everyday run each value is met, on some device: each case is run on one. In the sweep any two meet so, but for
     drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any three where
     CLAMP_TEST_SLOW is 3) on the CPU whose driver compiles fastest and on each GPU, and each value is met on the others,
-    the simulator among them, which has one case of each test in an everyday run, unless it is the only device there is.
+    the simulator among them, which in an everyday run has one case of a test that shows it kernels of its own, unless
+    it is the only device there is.
     What is marked ``once`` has its device.
     """
     usual = 2 if is_sweep else 1
@@ -194,7 +200,10 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     chosen = _quickest_cpu_and_gpus()
     for by_device in tests.values():
         simulated = by_device.pop(_SIMULATOR, [])
-        kept |= _covering(simulated, 1) if is_sweep or len(_QUEUES) == 1 else {*simulated[:1]}
+        if is_sweep or len(_QUEUES) == 1:
+            kept |= _covering(simulated, 1)
+        else:
+            kept |= {item for item in simulated[:1] if not item.get_closest_marker("simulated_elsewhere")}
         if not is_sweep and (one := _one_of_long(by_device)):
             kept.add(one)
             continue

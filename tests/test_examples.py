@@ -424,7 +424,7 @@ rotate_2d_grid (1, 1, 2, 2)
 
 
 @pytest.mark.parametrize(("who", "expected"), [("netcl", WITH_NETCL), ("clamp", WITH_CLAMP)], ids=["netcl", "clamp"])
-@pytest.mark.long
+@pytest.mark.slow
 def test_defects_of_netcl_are_as_documented(queue: cl.CommandQueue, tmp_path: Path, who: str, expected: str) -> None:
     file = tmp_path / "defects.py"
     blocks = [block for _, block in python_blocks("docs/netcl-defects.md")]

@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def name_of(file: Path) -> str:
 MODULES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"))
+
+
 def imports_of(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """The modules of clamp that a syntax tree imports, wherever in it."""
     for node in ast.walk(tree):
@@ -51,11 +57,7 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def imports() -> list[tuple[str, str]]:
-    return [
-        (name, imported)
-        for name, file in MODULES.items()
-        for imported, _ in imports_of(ast.parse(file.read_text("utf-8")))
-    ]
+    return [(name, imported) for name, file in MODULES.items() for imported, _ in imports_of(tree_of(file))]
 
 
 def room(module: str) -> str:
@@ -97,7 +99,7 @@ def test_imports_stand_at_the_top() -> None:
     inside = [
         f"{name}, line {node.lineno}"
         for name, path in MODULES.items()
-        for function in ast.walk(ast.parse(path.read_text("utf-8")))
+        for function in ast.walk(tree_of(path))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for _, node in imports_of(function)
     ]
@@ -110,7 +112,7 @@ def test_what_clamp_imports_comes_with_it_or_with_an_extra() -> None:
     imported = {
         name.partition(".")[0]
         for file in MODULES.values()
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
@@ -136,7 +138,7 @@ def attributes_touched_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Attribute):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                 yield node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "")[3:] == "attr":
             name = node.args[1]
             if isinstance(name, ast.Constant):
                 yield str(name.value), node.lineno
@@ -160,7 +162,7 @@ def test_netcls_private_parts_are_touched_only_where_it_is_known() -> None:
     for module, file in MODULES.items():
         if module in ABOVE_ALL or room(module) in KNOWS_NETCL:
             continue
-        tree = ast.parse(file.read_text("utf-8"))
+        tree = tree_of(file)
         theirs = netcls - names_defined_in(tree)
         touched = [f"line {line}: {name}" for name, line in attributes_touched_in(tree) if name in theirs]
         assert not touched, f"{module}: {touched}"
@@ -173,8 +175,7 @@ def test_one_file_alone_compiles() -> None:
 
 
 def test_amp_gathers_names_and_does_nothing_else() -> None:
-    tree = ast.parse((PACKAGE / "amp.py").read_text("utf-8"))
-    docstring, *rest = tree.body
+    docstring, *rest = tree_of(PACKAGE / "amp.py").body
     assert isinstance(docstring, ast.Expr)
     assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in rest[:-1])
     assert isinstance(rest[-1], ast.Assign)

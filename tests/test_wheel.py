@@ -139,6 +139,7 @@ def test_archives_are_the_same_bytes_wherever_they_are_built(archives: tuple[Pat
     assert [name for name in of_checkout if of_checkout[name] != of_copy[name]] == []
 
 
+@pytest.mark.slow
 def test_the_wheel_trains(archives: tuple[Path, Path], tmp_path: Path) -> None:
     (wheel,) = archives[0].glob("clamp_amp-*.whl")
     site = tmp_path / "site"

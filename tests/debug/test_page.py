@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -66,26 +66,27 @@ class Outline(HTMLParser):
         return [str(attributes["id"]) for _, attributes in self.elements if "id" in attributes]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def drawn_once() -> Iterator[Callable[[], None]]:
+    """To draw takes a second a page: the same figure of the same numbers is kept from test to test, until this is
+    called."""
+    figures: dict[str, Any] = {}
+
+    def drawn(draw: Callable[..., Any], *numbers: Any) -> Any:
+        key = f"{draw.__name__} {numbers!r}"
+        if key not in figures:
+            figures[key] = draw(*numbers)
+        return figures[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("timeline", "ranges", "memory", "memory_timeline"):
+            patch.setattr(sections, name, partial(drawn, getattr(sections, name)))
+        yield figures.clear
+
+
 @pytest.fixture(scope="module")
-def sample() -> str:
+def sample(drawn_once: Callable[[], None]) -> str:
     return page_of(sample_run())
-
-
-@pytest.fixture
-def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To draw takes a second a page: the same figure of the same numbers is kept from test to test."""
-    for name in ("timeline", "ranges", "memory", "memory_timeline"):
-        monkeypatch.setattr(sections, name, partial(_drawn, getattr(sections, name)))
-
-
-_DRAWN: dict[str, Any] = {}
-
-
-def _drawn(draw: Callable[..., Any], *numbers: Any) -> Any:
-    key = f"{draw.__name__} {numbers!r}"
-    if key not in _DRAWN:
-        _DRAWN[key] = draw(*numbers)
-    return _DRAWN[key]
 
 
 def test_every_section_is_there(sample: str) -> None:
@@ -127,12 +128,14 @@ def test_it_asks_for_nothing(sample: str) -> None:
     assert "default-src 'none'" in sample
 
 
-def test_a_page_of_the_same_run_is_the_same(sample: str) -> None:
+def test_a_page_of_the_same_run_is_the_same(drawn_once: Callable[[], None], sample: str) -> None:
+    drawn_once()
     assert page_of(sample_run()) == sample
 
 
 @pytest.mark.slow
-def test_the_style_of_other_pictures_is_their_own(sample: str) -> None:
+def test_the_style_of_other_pictures_is_their_own(drawn_once: Callable[[], None], sample: str) -> None:
+    drawn_once()
     style = {"axes.grid": True, "lines.linewidth": 9.0, "text.usetex": True, "figure.facecolor": "red"}
     with matplotlib.rc_context(style):
         assert page_of(sample_run()) == sample
@@ -170,7 +173,6 @@ def test_a_page_of_nothing_says_so() -> None:
 
 @pytest.mark.parametrize("part", ["steps", "ops", "ranges", "modules", "first_bad", "suggested_scale"])
 @pytest.mark.long
-@pytest.mark.usefixtures("drawn_once")
 def test_each_part_may_be_missing(part: str) -> None:
     run: Any = sample_run()
     run[part] = empty_run()[part]  # type: ignore[literal-required]
@@ -222,7 +224,10 @@ def test_the_first_bad_op_is_lit_where_it_is(sample: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
-def test_without_matplotlib_it_says_what_to_install(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_says_what_to_install(
+    library: str, monkeypatch: pytest.MonkeyPatch, drawn_once: Callable[[], None]
+) -> None:
+    drawn_once()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install {library}"):
         page_of(sample_run())
@@ -337,7 +342,6 @@ def test_colours_have_contrast(scheme: str) -> None:
 # ---------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.usefixtures("drawn_once")
 def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: str) -> None:
     file, page = tmp_path / "run.json", tmp_path / "page.html"
     write_run(sample_run(), file)
@@ -350,8 +354,12 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_the_command_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    drawn_once: Callable[[], None],
 ) -> None:
+    drawn_once()
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
     file = tmp_path / "run.json"

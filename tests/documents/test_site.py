@@ -98,6 +98,7 @@ return [...document.body.querySelectorAll('*')].filter(x => x.getBoundingClientR
 """
 
 
+@pytest.mark.slow
 def test_a_search_finds_a_page(address: str, browser: Browser) -> None:
     browser.driver.execute_cdp_cmd("Network.clearBrowserCache", {})  # it may hold an index of nothing
     browser.open(address)

@@ -171,6 +171,7 @@ def test_every_shape(queue: cl.CommandQueue, simulated: bool, plan: str, length:
         check(tensors, causal, None, "float32", ("float32",) * 3)
 
 
+@pytest.mark.simulated_elsewhere
 def test_the_same_input_gives_the_same_bits(queue: cl.CommandQueue, simulated: bool, plan: str) -> None:
     q, k, v, g = normal(queue, 5, (1, 1, 20 if simulated else 200, 8), *["float16"] * 4)
     results = []
@@ -184,6 +185,7 @@ def test_the_same_input_gives_the_same_bits(queue: cl.CommandQueue, simulated: b
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.simulated_elsewhere
 def test_large_scores(queue: cl.CommandQueue, plan: str, dtype: str) -> None:
     # Scores of +-65504 times 1, 2 and -1: the weights are exactly 0 and 1, or halves where two scores are equal.
     q, k, v = np.full((1, 1, 4, 1), 65504.0), np.array([1.0, 2.0, -1.0, 2.0]), np.array([3.0, 5.0, 7.0, 9.0])
@@ -196,6 +198,7 @@ def test_large_scores(queue: cl.CommandQueue, plan: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+@pytest.mark.simulated_elsewhere
 def test_rows_of_nothing_but_minus_infinity_and_nans(queue: cl.CommandQueue, plan: str) -> None:
     check_rows_of_nothing_but_minus_infinity_and_nans(queue, "float16")
 
@@ -223,6 +226,7 @@ def check_rows_of_nothing_but_minus_infinity_and_nans(queue: cl.CommandQueue, dt
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+@pytest.mark.simulated_elsewhere
 def test_a_query_without_keys_has_no_gradient(queue: cl.CommandQueue, plan: str) -> None:
     q, v, g = normal(queue, 6, (1, 1, 3, 2), *["float32"] * 3)
     k = to_device(queue, np.full((1, 1, 3, 2), -1e38))

@@ -101,6 +101,7 @@ def test_the_unit_has_the_bits_of_plain_c(
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.simulated_elsewhere
 def test_what_is_not_finite_reaches_the_weights_that_read_it(
     queue: cl.CommandQueue,
     monkeypatch: pytest.MonkeyPatch,

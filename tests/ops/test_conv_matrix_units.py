@@ -133,10 +133,12 @@ def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, unit: MatrixConv
             assert matrix_units.computes_right(Emulated(unit, plan, 1, AT_ONCE), plan, queue, dtypes), plan
 
 
+@pytest.mark.simulated_elsewhere
 def test_infinities_and_nan_stay_where_they_are(queue: cl.CommandQueue, emulate: Callable[..., str]) -> None:
     infinities_and_nan_stay_where_they_are(queue, emulate(), "bfloat16")
 
 
+@pytest.mark.simulated_elsewhere
 def test_weights_whose_sums_do_not_read_an_infinity_stay_finite(
     queue: cl.CommandQueue, emulate: Callable[..., str]
 ) -> None:

@@ -327,6 +327,7 @@ def test_many_rows_cross_work_items(queue: cl.CommandQueue) -> None:
         check(queue, "add", [rng.standard_normal(a), rng.standard_normal(b)], ("float16", "float32"), "float32")
 
 
+@pytest.mark.simulated_elsewhere
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_shapes_that_broadcast(queue: cl.CommandQueue, data: st.DataObject) -> None:

@@ -101,6 +101,7 @@ def test_sum_of_nothing_is_the_epilogue(queue: cl.CommandQueue, engine: str) -> 
     check(queue, np.zeros((2, 2, 0)), np.zeros((2, 0, 3)), types, bias=bias, relu=True, engine=engine)
 
 
+@pytest.mark.simulated_elsewhere
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batch=st.lists(st.integers(1, 3), max_size=2).map(tuple),
@@ -147,6 +148,7 @@ def test_every_mixture_of_storage_types(
     check(queue, a, b, (a_type, b_type, out_dtype), transpose_a=True, engine=engine)
 
 
+@pytest.mark.simulated_elsewhere
 def test_products_alike_read_their_own_operands(queue: cl.CommandQueue) -> None:
     """What is prepared for the first of them serves the others."""
     for seed in range(3):

@@ -97,6 +97,7 @@ def operands(unit: MatrixUnit, number: int) -> tuple[str, str]:
 @TRANSPOSES
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("number", sweep(range(len(SHAPES)), lambda n: n == 1))
+@pytest.mark.simulated_elsewhere
 def test_shapes(
     queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, plans: tuple[Plan, ...], emulate: Emulate,
     transpose_a: bool, transpose_b: bool, which: int, number: int,

@@ -188,6 +188,7 @@ def test_contrasts(queue: cl.CommandQueue, plan: None, first: str, second: str, 
         assert_close(distances.partner_gradient(y, (x,), 0, forward, grad, second), -gradient, slack=slack)
 
 
+@pytest.mark.simulated_elsewhere
 def test_equal_rows_have_finite_gradients(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.ones((3, 4)), "float16")
     one, labels = to_device(queue, [1.0]), Tensor.from_host(queue, np.array([0, 1, 0], np.int32), dtype="int32")
@@ -234,6 +235,7 @@ def test_mining(queue: cl.CommandQueue, simulated: bool, plan: None, root: bool,
 
 
 @plans
+@pytest.mark.simulated_elsewhere
 def test_labels_of_any_type_give_the_same_triplets(queue: cl.CommandQueue, plan: None) -> None:
     x = to_device(queue, RNG.standard_normal((21, 5)))
     labels = RNG.integers(0, 5, 21)
@@ -265,6 +267,7 @@ def test_batches_without_triplets(queue: cl.CommandQueue, plan: None, root: bool
 
 @plans
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.simulated_elsewhere
 def test_embeddings_that_are_not_finite_make_the_loss_so(queue: cl.CommandQueue, plan: None, bad: float) -> None:
     host = RNG.standard_normal((20, 5))
     host[3, 2] = bad
@@ -279,6 +282,7 @@ def test_embeddings_that_are_not_finite_make_the_loss_so(queue: cl.CommandQueue,
     assert np.isnan(to_numpy(forward.loss)).all()
 
 
+@pytest.mark.simulated_elsewhere
 def test_triplets_repeat_to_the_bit(queue: cl.CommandQueue) -> None:
     x = to_device(queue, RNG.standard_normal((40, 19)), "bfloat16")
     t = Tensor.from_host(queue, np.arange(40, dtype=np.int32) % 4, dtype="int32")
@@ -347,6 +351,7 @@ def test_info_nce(
                 assert_close(result, expected * 16 / by, slack=slack)
 
 
+@pytest.mark.simulated_elsewhere
 def test_info_nce_of_extreme_rows_and_temperatures(queue: cl.CommandQueue) -> None:
     one = to_device(queue, [1.0])
     zero = to_device(queue, np.zeros((3, 4)), "float16")

@@ -77,6 +77,7 @@ def test_large_sums(queue: cl.CommandQueue, simulated: bool, source: tuple[int, 
     check(queue, source, target, "float16", "float32")
 
 
+@pytest.mark.simulated_elsewhere
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_broadcast_shape(queue: cl.CommandQueue, data: st.DataObject) -> None:

@@ -104,6 +104,7 @@ RULES = st.builds(
 )
 
 
+@pytest.mark.simulated_elsewhere
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(passes=PASSES, rule=RULES, start=st.sampled_from([100.0, 512.0, 1000.0]), fused=st.booleans())
 def test_the_state_machine_is_the_model(
@@ -328,6 +329,7 @@ def test_auto_is_dynamic_for_float16_only() -> None:
 # ------------------------------------------------------------------------------------------------ state dicts
 
 
+@pytest.mark.simulated_elsewhere
 def test_a_restored_scale_goes_on_identically(gradients: Callable[[bool], Tensor], simulated: bool) -> None:
     rule = ScaleRule(interval=3, hysteresis=2)
     rng = np.random.default_rng(0)
@@ -553,6 +555,7 @@ def test_bad_masks_are_refused(scale: LossScale) -> None:
 # ------------------------------------------------------------------------------------- cost, and captured graphs
 
 
+@pytest.mark.simulated_elsewhere
 def test_nothing_is_compiled_or_allocated_as_the_scale_changes(
     queue: cl.CommandQueue, gradients: Callable[[bool], Tensor], simulated: bool
 ) -> None:
