@@ -44,7 +44,7 @@ from hypothesis.internal.conjecture import providers
 from rich.console import Console
 
 import clamp  # noqa: F401  (makes Intel's pip-installed runtime visible)
-from clamp import bridge, session
+from clamp import amp, bridge, session
 from clamp.bridge import device_memory, objects
 from clamp.cli.devices import UnknownDeviceError, choose_device
 from clamp.opencl import program
@@ -398,6 +398,12 @@ def interrupted_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         assert sys.exception() is None
 
     request.addfinalizer(forget)  # noqa: PT021
+
+
+@pytest.fixture
+def handle() -> Iterator[amp.AmpHandle]:
+    with amp.init() as handle:
+        yield handle
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -20,11 +19,7 @@ from clamp.bridge import Tensor
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, to_device
 
-
-@pytest.fixture(autouse=True)
-def handle() -> Iterator[amp.AmpHandle]:
-    with amp.init() as handle:
-        yield handle
+pytestmark = pytest.mark.usefixtures("handle")
 
 
 def test_the_loss(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,6 @@ ISLANDS: dict[str, Callable[[Call, amp.AmpHandle], Any]] = {
     "decorated": lambda call, handle: amp.autocast(enabled=False)(call)(),
     "nested": lambda call, handle: amp.float_function(lambda: _without_casts(call, handle))(),
 }
-
-
-@pytest.fixture
-def handle() -> Iterator[amp.AmpHandle]:
-    with amp.init() as handle:
-        yield handle
 
 
 SHORT = list(ISLANDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -31,10 +31,7 @@ BRAIN = Region(enabled=True, dtype="bfloat16", policies=default_table())
 OFF = Region(enabled=False, dtype="float16", policies=default_table())
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    amp.shutdown()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def here() -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections import namedtuple
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from netcl.autograd.engine import apply_op
 from netcl.ops import elementwise as netcl_elementwise
 from netcl.optim import SGD
 
-from clamp import amp, bridge, session
+from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.casting.policies import POLICIES
 from clamp.casting.policy_table import CastPolicy
@@ -27,12 +26,7 @@ from tests.reference import to_device, to_numpy
 Pair = namedtuple("Pair", "left right")
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
-    session.registrations.clear()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def dtypes(*xs: Any, **named: Any) -> list[str]:

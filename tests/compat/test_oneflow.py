@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from netcl import autograd as ag
 from netcl.nn.layers import Dropout, Linear, ReLU, Sequential
 from netcl.optim import SGD
 
-from clamp import amp, session
+from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
 from clamp.compat.paddle import GradScaler as PaddleScaler
@@ -27,12 +26,7 @@ from tests.reference import HALF_DTYPES, to_device, to_numpy
 ROWS = len(BATCHES)
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    if session.active_handle() is not None:
-        session.active_handle().shutdown()
-    amp.init().shutdown()  # takes the patches of graphs without a handle away
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,7 @@ from tests.reference import to_device
 TOO_HIGH = 2.0**24
 
 
-@pytest.fixture(autouse=True)
-def shut_down() -> Iterator[None]:
-    registered = list(session.registrations)
-    yield
-    session.shutdown()
-    session.registrations[:] = registered
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 class Overflowing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,14 @@ from netcl.optim import Adam
 
 from clamp import amp
 from clamp.bridge import Node, Parameter
-from clamp.casting.results import RESULTS
 from clamp.debug.checker import device_name
 from clamp.debugging import DebugMode, TensorCheckerConfig, compare_accuracy
+from tests.debug.test_checker import nothing_is_left
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device
 
+__all__ = ["nothing_is_left"]  # a fixture
 debugging = amp.debugging
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    debugging.disable_tensor_checker()
-    assert RESULTS.observers == ()
 
 
 def leaf(queue: cl.CommandQueue, values: list[float]) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,6 @@ from tests.reference import HALF_DTYPES, STORAGE_DTYPES, integers, to_device, to
 
 RNG = np.random.default_rng(0)
 VALUES = RNG.standard_normal((4, 6, 5))
-
-
-@pytest.fixture
-def amp_on() -> Iterator[None]:
-    with amp.init():
-        yield
 
 
 def test_indices_come_in_many_forms(queue: cl.CommandQueue) -> None:
@@ -61,7 +54,7 @@ def test_integers_are_selected_too(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_an_embedding_trains_in_both_precisions(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+def test_an_embedding_trains_in_both_precisions(queue: cl.CommandQueue, dtype: str, handle: amp.AmpHandle) -> None:
     layer = nn.Embedding(10, 4, queue=queue)
     index = integers(queue, [1, 7, 1, 1])
     ag.Tape().backward(ag.sum(layer(index)))
@@ -77,7 +70,7 @@ def test_an_embedding_trains_in_both_precisions(queue: cl.CommandQueue, dtype: s
         assert isinstance(layer(index), Tensor)
 
 
-def test_positions_and_tied_projections(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_positions_and_tied_projections(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     positions = nn.PositionalEmbedding(8, 4, queue=queue)
     out = positions(3)
     np.testing.assert_array_equal(to_numpy(out.value), to_numpy(positions.weight)[:3])
@@ -127,7 +120,7 @@ def test_an_embedding_under_policy_half_keeps_fp32_gradients(queue: cl.CommandQu
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_tensor_level_functions(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+def test_tensor_level_functions(queue: cl.CommandQueue, dtype: str, handle: amp.AmpHandle) -> None:
     x, index = to_device(queue, VALUES[0], dtype), integers(queue, [2, 2, 0])
     out = to_device(queue, np.zeros((3, 5)), dtype)
     assert netcl_indexing.index_select(x, 0, index, out=out) is out
@@ -145,7 +138,7 @@ def test_tensor_level_functions(queue: cl.CommandQueue, dtype: str, amp_on: None
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_adding_in_place_keeps_the_targets_dtype(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+def test_adding_in_place_keeps_the_targets_dtype(queue: cl.CommandQueue, dtype: str, handle: amp.AmpHandle) -> None:
     for function in (netcl_indexing.index_add, netcl_indexing.scatter_add):
         target, source = to_device(queue, np.ones((3, 2)), dtype), to_device(queue, np.full((300, 2), 0.25))
         assert function(target, 0, integers(queue, np.full(300, 1)), source) is target
@@ -153,7 +146,7 @@ def test_adding_in_place_keeps_the_targets_dtype(queue: cl.CommandQueue, dtype: 
         np.testing.assert_array_equal(to_numpy(target), [[1, 1], [76, 76], [1, 1]])
 
 
-def test_adding_in_place_outside_of_amp_and_to_a_cached_weight(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_adding_in_place_outside_of_amp_and_to_a_cached_weight(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     weight = nn.Linear(queue=queue, in_features=3, out_features=2).weight
     x = to_device(queue, np.eye(3), "float16")
     with ag.no_grad():
@@ -186,7 +179,7 @@ _WHOLE: dict[str, Any] = {  # what takes whole numbers: of x (6, 5), of their te
 }
 
 
-def test_int64_beyond_int32_is_no_index_and_not_zero(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_int64_beyond_int32_is_no_index_and_not_zero(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     numbers = np.array([1, 2**32 + 1, -(2**32), 2**31, -(2**31) - 1, 0])
     given, x = Tensor.from_host(queue, numbers, dtype="int64"), leaf(queue, np.ones((6, 1)), "float16")
     is_one = np.array([[1], [np.nan], [np.nan], [np.nan], [np.nan], [1]])
@@ -199,7 +192,7 @@ def test_int64_beyond_int32_is_no_index_and_not_zero(queue: cl.CommandQueue, amp
 
 @pytest.mark.parametrize("what", _WHOLE)
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_int64_is_read_as_int32(queue: cl.CommandQueue, dtype: str, what: str, amp_on: None) -> None:
+def test_int64_is_read_as_int32(queue: cl.CommandQueue, dtype: str, what: str, handle: amp.AmpHandle) -> None:
     """numpy's and PyTorch's integers are of 64 bits; netcl's kernels read these as twice as many of 32."""
     function, numbers = _WHOLE[what]
     results = []

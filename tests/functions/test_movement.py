@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pyopencl as cl
@@ -23,12 +22,6 @@ from tests.functions.operands import leaf
 from tests.reference import HALF_DTYPES, assert_close, to_device, to_numpy
 
 VALUES = np.random.default_rng(0).standard_normal((4, 6, 5))
-
-
-@pytest.fixture
-def amp_on() -> Iterator[None]:
-    with amp.init():
-        yield
 
 
 # ------------------------------------------------------------------------------------------------- joining
@@ -67,7 +60,7 @@ def test_an_index_that_cuts_nothing_off(queue: cl.CommandQueue) -> None:
     assert slicing.getitem(Match(), x, (0, slice(2, 2))).value.shape == (0,)
 
 
-def test_operators_reach_clamp(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_operators_reach_clamp(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     x = leaf(queue, VALUES, "bfloat16")
     out = x[:, 1]
     assert out.value.dtype == "bfloat16"
@@ -76,7 +69,9 @@ def test_operators_reach_clamp(queue: cl.CommandQueue, amp_on: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_slices_that_overlap_and_the_tensor_itself_add_up(queue: cl.CommandQueue, dtype: str, amp_on: None) -> None:
+def test_slices_that_overlap_and_the_tensor_itself_add_up(
+    queue: cl.CommandQueue, dtype: str, handle: amp.AmpHandle
+) -> None:
     x = leaf(queue, VALUES, dtype)
     cuts = [x[:, 0], x[:, 3], ag.narrow(x, 1, 2, 3), x[1], x, *ag.split(x, 2, axis=2)]
     loss = ag.sum(ag.mul(cuts[0], cuts[0]))
@@ -116,7 +111,7 @@ def test_a_loop_over_time_steps_writes_the_gradient_once(queue: cl.CommandQueue)
     np.testing.assert_array_equal(to_numpy(x.grad), to_numpy(x.value))
 
 
-def test_slices_outlive_the_tape_of_an_earlier_iteration(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_slices_outlive_the_tape_of_an_earlier_iteration(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     x = leaf(queue, VALUES)
     kept = []
     for _ in range(3):
@@ -142,7 +137,7 @@ def test_slices_leave_nothing_behind(queue: cl.CommandQueue) -> None:
     assert to_numpy(x.grad)[1].sum() == 30
 
 
-def test_a_failed_backward_leaves_nothing_for_the_next(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_a_failed_backward_leaves_nothing_for_the_next(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     x = leaf(queue, VALUES, "float16")
     first, second = ag.chunk(x, 2, axis=1)
     failing = [True]
@@ -176,7 +171,7 @@ def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
 # -------------------------------------------------------------------------------------------- tensor level
 
 
-def test_tensor_level_functions(queue: cl.CommandQueue, amp_on: None) -> None:
+def test_tensor_level_functions(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     x, y = to_device(queue, VALUES, "float16"), to_device(queue, VALUES, "bfloat16")
     assert tensor_ops.cat([x, y]).dtype == "float32"
     out = to_device(queue, np.zeros((8, 6, 5)), "float16")

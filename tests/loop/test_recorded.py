@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,7 +11,6 @@ from typing import Any
 import pyopencl as cl
 import pytest
 
-from clamp import session
 from tests.loop import SWEEP
 from tests.loop.programs import program
 from tests.loop.twin_run import run
@@ -38,12 +36,6 @@ def check(queue: cl.CommandQueue, folder: Path, seed: int, **changed: Any) -> in
     for message in (message for message in messages if "as it is" in message):
         assert any(reason in message for reason in REASONS), f"program {seed}: {message}\n{loop}"
     return recorded.recordings
-
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    session.forget_patches()
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +28,6 @@ from clamp.opencl.device import capabilities
 from clamp.params import weight_cache
 from clamp.params.weight_cache import WeightCache, weights
 from tests.reference import to_device, to_numpy
-
-
-@pytest.fixture
-def handle() -> Iterator[amp.AmpHandle]:
-    with amp.init() as handle:
-        yield handle
 
 
 def test_a_value_is_made_once_and_dies_with_its_tensor(queue: cl.CommandQueue) -> None:

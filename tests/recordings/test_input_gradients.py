@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -37,11 +36,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    amp.shutdown()
-    session.forget_patches()
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def bits(x: Any) -> Any:

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, itemgetter
 from types import SimpleNamespace
@@ -40,12 +40,7 @@ from tests.networks import LOSS_FACTOR, mlp, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
 from tests.reference import to_device
 
-
-@pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    yield
-    amp.shutdown()
-    amp.init().shutdown()  # takes the patches of graphs without a handle away
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def x_of(queue: cl.CommandQueue, index: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,6 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
 def _one_by_one(optimizer: AdamW) -> AdamW:
     optimizer._fused_enabled = False
     return optimizer
-
-
-@pytest.fixture
-def handle() -> Iterator[amp.AmpHandle]:
-    with amp.init() as handle:
-        yield handle
 
 
 def state_of(value: Any, queue: cl.CommandQueue) -> Any:
