@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import netcl.nn as nn
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Sequential
 from netcl.optim import SGD
 from netcl.ssl import methods
 
@@ -158,3 +162,51 @@ def test_self_supervised_methods_train(queue: cl.CommandQueue, name: str, dtype:
     expected = method_steps(name, queue, "float32")
     losses = method_steps(name, queue, dtype)
     np.testing.assert_allclose(losses, expected, rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
+
+
+class _Scaled(nn.Module):  # type: ignore[misc]
+    """A layer that compares by its shape, as a dataclass does, and so has no hash."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Scaled)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def forward(self, x: Any) -> Any:
+        return ag.mul(x, self.factor)
+
+
+class _Unhashed(Sequential):  # type: ignore[misc]
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashed)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Sequential, _Unhashed])
+def test_a_sequential_computes_with_the_layers_that_it_has(queue: cl.CommandQueue, kind: Any) -> None:
+    x = ag.tensor(to_device(queue, [[1.0, 2.0]]))
+    with amp.init(dtype="bfloat16"), ag.no_grad():
+        model = kind(_Scaled(2.0), nn.ReLU())
+        for train in (model.train, model.eval):
+            train()
+            np.testing.assert_array_equal(model(x).value.to_host(), [[2.0, 4.0]])
+            model.layers[0] = _Scaled(3.0)  # equal to the one before
+            np.testing.assert_array_equal(model(x).value.to_host(), [[3.0, 6.0]])
+            model.layers = _Scaled(2.0), nn.ReLU()
+            np.testing.assert_array_equal(model(x).value.to_host(), [[2.0, 4.0]])
+            model.layers = [*model.layers]
+
+
+def test_a_sequential_to_which_a_layer_leads_is_freed(queue: cl.CommandQueue) -> None:
+    with amp.init():
+        model = Sequential(_Scaled(2.0))
+        model.layers[0].parent = model
+        model(ag.tensor(to_device(queue, [[1.0]])))
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None

@@ -263,12 +263,13 @@ def _copy_of(weight: Tensor, dtype: str) -> Tensor:
 
 
 def _cast_with(first: Tensor, dtype: str) -> list[Tensor]:
-    if weights.together is None:
+    together = weights.together
+    if together is None or weights.recorded_by != threading.get_ident():
         return _followers_of(first, dtype)
     key = id(first), dtype
-    if key not in weights.together:
-        weights.together[key] = [*map(weakref.ref, _followers_of(first, dtype))]
-    return [weight for ref in weights.together[key] if (weight := ref()) is not None]
+    if key not in together:
+        together[key] = [*map(weakref.ref, _followers_of(first, dtype))]
+    return [weight for ref in together[key] if (weight := ref()) is not None]
 
 
 def _followers_of(first: Tensor, dtype: str) -> list[Tensor]:

@@ -31,16 +31,45 @@ from clamp.patching.wrap import Installed, netcl_wrapper
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
-_fused_of: weakref.WeakKeyDictionary[layers.Sequential, list[Any]] = weakref.WeakKeyDictionary()
+# By id, for a user's class may have no hash: a Sequential and its layers when netcl fused them, none of which it keeps.
+_fused: dict[int, tuple[weakref.ref[Any], list[Callable[[], Any]]]] = {}
+_fused_lock = threading.Lock()
 
 
 @meets("netcl.nn.layers.Sequential.forward")
 def sequential(wrapped: Any, instance: Any, /, x: Any) -> Any:
     """Layers one after the other: netcl's goes on with those that it fused, whatever has been put in their place."""
-    if _fused_of.get(instance) != instance.layers:
-        vars(instance).update(dict.fromkeys(bridge.MADE_FROM_LAYERS))
-        _fused_of[instance] = [*instance.layers]
+    if not _is_fused_of_its_layers(instance):
+        with _fused_lock:
+            if not _is_fused_of_its_layers(instance):
+                vars(instance).update(dict.fromkeys(bridge.MADE_FROM_LAYERS))
+                _note_layers(instance)
     return wrapped(x)
+
+
+def _is_fused_of_its_layers(instance: Any) -> bool:
+    found = _fused.get(id(instance))
+    if found is None or found[0]() is not instance or len(found[1]) != len(instance.layers):
+        return False
+    return all(known() is layer for known, layer in zip(found[1], instance.layers, strict=True))
+
+
+def _note_layers(instance: Any) -> None:
+    key = id(instance)
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        found = _fused.get(key)
+        if found is not None and found[0] is ref:
+            del _fused[key]
+
+    _fused[key] = weakref.ref(instance, forget), [*map(_weak, instance.layers)]
+
+
+def _weak(layer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(layer)
+    except TypeError:  # of a class with slots
+        return lambda: layer
 
 
 @meets("netcl.nn.layers._FusedConvReLUTrain.forward")
