@@ -14,6 +14,7 @@ import atexit
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
@@ -32,6 +33,7 @@ _WRONG = "wrong numbers"
 _SECONDS = 180.0  # for a driver's compiler that never ends
 
 _verdicts: dict[tuple[int, str], Mapping[str, str]] = {}
+_lock = threading.RLock()  # around what begins trials and waits for them
 _begun: dict[tuple[int, str], Process] = {}  # processes whose verdicts nobody has asked for yet
 
 
@@ -50,11 +52,14 @@ def begin(device: cl.Device, where: str) -> None:
     key = (device.int_ptr, where)
     if key in _verdicts or key in _begun:
         return
-    file, names = _to_try(device, where)
-    if (known := _remembered(file, names)) is not None:
-        _verdicts[key] = known
-    elif (process := _started(device, where, names)) is not None:
-        _begun[key] = process
+    with _lock:
+        if key in _verdicts or key in _begun:
+            return
+        file, names = _to_try(device, where)
+        if (known := _remembered(file, names)) is not None:
+            _verdicts[key] = known
+        elif (process := _started(device, where, names)) is not None:
+            _begun[key] = process
 
 
 def are_under_way(device: cl.Device, where: str) -> bool:
@@ -70,15 +75,18 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
         anew: whatever is remembered: what failed once may have failed for want of memory.
     """
     key = (device.int_ptr, where)
-    if anew or key not in _verdicts:
-        file, names = _to_try(device, where)
-        known = None if anew or key in _begun else _remembered(file, names)
-        if known is None:
-            known = _tried(device, where, names)
-            if file is not None and known.keys() == set(names):
-                cache.write(file, json.dumps(known).encode())
-        _verdicts[key] = known
-    return _verdicts[key]
+    if not anew and key in _verdicts:
+        return _verdicts[key]
+    with _lock:  # who else asks waits for the same
+        if anew or key not in _verdicts:
+            file, names = _to_try(device, where)
+            known = None if anew or key in _begun else _remembered(file, names)
+            if known is None:
+                known = _tried(device, where, names)
+                if file is not None and known.keys() == set(names):
+                    cache.write(file, json.dumps(known).encode())
+            _verdicts[key] = known
+        return _verdicts[key]
 
 
 def identity(device: cl.Device) -> list[str]:
@@ -163,6 +171,8 @@ def _end_all() -> None:
 
 def _leave_all() -> None:
     """Leaves to a process what it began before its fork: two that read from one pipe both miss some."""
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
     for process in _begun.values():
         process.returncode = 0  # nobody waits for it here
     _begun.clear()

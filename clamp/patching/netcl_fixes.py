@@ -47,11 +47,10 @@ def sequential(wrapped: Any, instance: Any, /, x: Any) -> Any:
     return wrapped(x)
 
 
-def _is_fused_of_its_layers(instance: Any) -> bool:
-    found = _fused.get(id(instance))
-    if found is None or found[0]() is not instance or len(found[1]) != len(instance.layers):
-        return False
-    return all(known() is layer for known, layer in zip(found[1], instance.layers, strict=True))
+def _is_fused_of_its_layers(model: Any) -> bool:
+    ref, refs = _fused.get(id(model), (None, []))
+    is_known = ref is not None and ref() is model and len(refs) == len(model.layers)
+    return is_known and all(known() is layer for known, layer in zip(refs, model.layers, strict=True))
 
 
 def _note_layers(instance: Any) -> None:

@@ -118,10 +118,24 @@ def check(
     *,
     with_bias: bool = True,
 ) -> None:
-    """Forward and all gradients of a case; storage types of x, w, the gradient and what is computed."""
+    """Forward and all gradients of a case; storage types of x, w, the gradient and what is computed. An engine whose
+    launches are bound has them for other tensors, too."""
+    for values in (case.arrays(), [-array for array in case.arrays()])[: 2 if engine == "emulated" else 1]:
+        _check(queue, case, values, engine, dtypes, with_bias=with_bias)
+
+
+def _check(
+    queue: cl.CommandQueue,
+    case: Case,
+    values: Any,
+    engine: str,
+    dtypes: tuple[str, str, str, str] | None,
+    *,
+    with_bias: bool,
+) -> None:
     dtypes = dtypes or (storage_of(engine),) * 4
     out_dtype = dtypes[3]
-    x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(case.arrays(), dtypes, strict=False))
+    x, w, g = (quantize(a, d).astype(np.float64) for a, d in zip(values, dtypes, strict=False))
     tensors = [to_device(queue, a, d) for a, d in zip((x, w, g), dtypes, strict=False)]
     options: Any = {"out_dtype": out_dtype, "engine": engine}
     # Winograd's sums of multiples of elements: some roundings more, of the largest in a tile.

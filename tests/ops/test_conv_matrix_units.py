@@ -4,8 +4,11 @@ instructions where the device has them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 import pytest
 
@@ -13,6 +16,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops import conv as ops
 from clamp.ops.conv import engines, matrix_units
 from clamp.ops.conv.engines import MATRIX_UNITS
+from clamp.ops.conv.geometry import Window
 from clamp.ops.conv.matrix_units import MMA, MMA_K8, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
 from clamp.ops.engine import always
@@ -23,7 +27,7 @@ from tests.ops.test_conv import (
     infinities_and_nan_stay_where_they_are,
     weights_whose_sums_do_not_read_an_infinity_stay_finite,
 )
-from tests.reference import HALF_DTYPES, STORAGE_DTYPES
+from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device
 from tests.sweep import sweep
 
 pytestmark = [pytest.mark.kernel, pytest.mark.once]
@@ -153,3 +157,11 @@ def test_what_32_bits_do_not_count_is_left_to_another_engine(queue: cl.CommandQu
 
     assert unit.fits(problem(2047 - 1))
     assert not unit.fits(problem(2048))
+
+
+def test_an_image_without_rows_has_an_empty_gradient(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MatrixConv, "verified_plans", lambda *_: (_PLANS["mma"],))
+    emulated = SimpleNamespace(NAME="emulated", fits=always, pays=always, bind=partial(MMA.bind, emulate=LATE))
+    monkeypatch.setattr(engines, "ENGINES", (emulated,))
+    grad, w = (to_device(queue, np.ones(shape), "float16") for shape in ((2, 3, 2, 6), (3, 2, 3, 3)))
+    assert ops.conv2d_input_grad(grad, w, (0, 4), Window(pad=(2, 2)), out_dtype="float32").shape == (2, 2, 0, 4)

@@ -185,9 +185,8 @@ class Bench:
         yield step_case(variants, network, peers)
         # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
         finished = {row.contender for row in self.rows if row.work == network.work}
-        self.rows += memory_rows(
-            str(network), {name: variant.memory() for name, variant in variants.items() if name in finished}
-        )
+        eager = {name: variant for name, variant in variants.items() if name in finished and not variant.is_recorded}
+        self.rows += memory_rows(str(network), {name: variant.memory() for name, variant in eager.items()})
 
     def head(self) -> dict[str, Any]:
         """Returns what one must know to read the figures: device, versions, settings."""

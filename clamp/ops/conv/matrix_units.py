@@ -116,7 +116,8 @@ class MatrixConv(Verified):
         (shapes, (rows, columns)), groups, layout = problem.correlations, weights.groups, _Weights.of(weights)
         if plan is None:
             plans, units = self.verified_plans(x.queue), capabilities(x.queue).compute_units
-            plan = best_plan(plans, weights.rows, problem.images * shapes[0].positions, groups, units)
+            positions = problem.images * shapes[0].positions if shapes else 0  # none of an image without rows
+            plan = best_plan(plans, weights.rows, positions, groups, units)
         height, width = problem.image if problem.gradient == "input" else problem.size
         # from one image, channel, row and column of positions to the next, in elements of the result
         steps = weights.rows * groups * height * width, height * width, rows * width, columns
