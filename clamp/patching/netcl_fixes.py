@@ -32,7 +32,7 @@ from clamp.patching.wrap import Installed, netcl_wrapper
 
 
 # By id, for a user's class may have no hash: a Sequential and its layers when netcl fused them, none of which it keeps.
-_fused: dict[int, tuple[weakref.ref[Any], list[Callable[[], Any]]]] = {}
+_fused: dict[int, tuple[Callable[[], Any], list[Callable[[], Any]]]] = {}
 _fused_lock = threading.Lock()
 
 
