@@ -164,6 +164,7 @@ def golden(page: Ran, queue: cl.CommandQueue) -> None:
     Path("train.py").write_text(python_blocks("docs/zero-lines.md")[0][1], encoding="utf-8")
     Path("test_step.py").write_text(python_blocks("docs/golden.md")[0][1], encoding="utf-8")
     options = ["-q", "-p", "clamp.pytest_plugin", "-p", "no:cacheprovider", "--rootdir", ".", "test_step.py"]
+    options.append("--import-mode=importlib")  # the module of another device is in sys.modules
     with redirect_stdout(StringIO()) as printed:
         assert main(["trace", "train.py", "-o", "golden/"]) == 0
         assert main(["compare", "golden/", "train.py"]) == 0
