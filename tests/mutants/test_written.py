@@ -218,7 +218,7 @@ MUTANTS = [
     ("the row above is not the edge", "row >= 0 && row <", "row <", _CONV),
     ("the column behind is not the edge", "column < (int)g.width", "column <= (int)g.width", _CONV),
     ("columns begin a stride late", "column = p.q * g.stride_x", "column = (p.q + 1) * g.stride_x", _CONV),
-    ("weights lie where k says", "weights[row + taps[k + e].s3]", "weights[row + k + e]", _STRIDED),
+    ("weights lie where k says", "weights[row + at[e]]", "weights[row + k + e]", _STRIDED),
     ("what is fetched is stored unswizzled",
      "(stage)[A_PIECES + piece_of(i, TILE_K, B_LINE, THREADS).place]",
      "(stage)[A_PIECES + get_local_id(0) + i * THREADS]", _CONV),

@@ -258,7 +258,7 @@ MUTANTS = [
     ("the upper part is the lower", "UPPER_HALVES(x.high, y.high)", "UPPER_HALVES(x.low, y.low)", _HALVES),
     ("sums that are not finite are not mended", "if (!any(is_odd)) return;", "return;",
      Case(((33, 40), (40, 17)), F16, special=True)),
-    ("the second block of k is forgotten", "sum[i] = sums[i] + total[i]", "sum[i] = sums[i]", _LONG),
+    ("the first block of k is forgotten", "+ LOAD_PRIVATE(float16, total + i)", "", _LONG),
     ("all of a batch have the first b", "B += batch * b_batch;", "B += 0;", Case(SHAPES["a batch"], in_turn=False)),
     ("all of a batch pack the first b", "B += batch * b_batch;", "B += b_width ? 0 : batch * b_batch;",
      Case(SHAPES["a batch"])),
