@@ -76,7 +76,7 @@ def _sum_pass(x: Tensor, outer: int, rows: int, inner: int, out_dtype: str, part
 
 def _make_plan(queue: cl.CommandQueue, key: tuple[Any, ...]) -> tuple[Any, ...]:
     _, x_dtype, out_dtype, outer, rows, inner, parts = key
-    if not capabilities(queue).is_cpu:
+    if parts == 1 and not capabilities(queue).is_cpu:
         bound, chunks, y_dtype = bind_summing(queue, outer, rows, inner, x_dtype, out_dtype)
         return _plans.keep(key, (bound, (outer * chunks * inner,), y_dtype, chunks))
     items_wanted = _items_wanted(queue)

@@ -21,8 +21,9 @@ _HERE = "tests.opencl.some_trials"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for verdicts, and none in this process."""
+    """An empty folder for verdicts, and none in this process, nor trials that others have begun."""
     monkeypatch.setattr(trials, "_verdicts", {})
+    monkeypatch.setattr(trials, "_begun", {})
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "kept"))
     return tmp_path / "kept"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pyopencl as cl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from clamp.opencl import device
+from clamp.opencl.device import capabilities
 from clamp.ops.reduce_to_shape import _sum_pass, sum_to_shape
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -50,6 +54,15 @@ def reference(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     padded = (1,) * (array.ndim - len(shape)) + shape
     axes = tuple(k for k, (s, t) in enumerate(zip(array.shape, padded, strict=True)) if t == 1 and s != 1)
     return array.sum(axis=axes, keepdims=True).reshape(shape)
+
+
+@pytest.fixture(autouse=True)
+def on_cpus(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of reduce_to_shape.cl are for CPUs: the simulator, which is none, looks at them, too."""
+    if simulated:
+        monkeypatch.setitem(
+            device._capabilities, queue.device.int_ptr, dataclasses.replace(capabilities(queue), is_cpu=True)
+        )
 
 
 def check(queue: cl.CommandQueue, source: tuple[int, ...], target: tuple[int, ...], dtype: str, out_dtype: str) -> None:
