@@ -3,13 +3,14 @@ which of them inf and nan came."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.debug.callsite import INSERTED, Call, Place
+from clamp.debug.callsite import INSERTED, NOWHERE, Call, Place
 from clamp.debug.words import placed
 from clamp.ops.statistics import PendingStatistics, Statistics
 from clamp.scaling.loss_scale import LossScale
@@ -34,11 +35,6 @@ class Value:
     made_by: Frame | None = None
     name: str = ""
     statistics: Statistics | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor, made_by: Frame | None = None) -> Value:
-        """That of a tensor, which is held."""
-        return cls(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape), made_by)
 
     @property
     def is_finite(self) -> bool:
@@ -101,18 +97,57 @@ class Frame:
 
 @dataclass(eq=False)
 class StepGraph:
-    """The ops of one step, in their order, measured.
+    """The ops of one step, in their order, as they are told of; measured when somebody asks.
 
     Attributes:
         scale: the loss scale of the step.
         scaler: whose it is; None where the loss was not scaled.
         is_cut: whether ops of earlier passes were let go.
+        held: bytes of the tensors that have been told of.
     """
 
-    frames: list[Frame]
+    frames: list[Frame] = field(default_factory=list)
     scale: float = 1.0
     scaler: LossScale | None = None
     is_cut: bool = False
+    held: int = 0
+    _known: dict[int, tuple[weakref.ref[Tensor], Value]] = field(default_factory=dict)  # by the id of a tensor
+
+    def forward(
+        self, op: str, place: Place, read: Iterable[Tensor], gave: Tensor, call: Call | None = None,
+        wanted: Iterable[Tensor] = (), again: Callable[[Tensor], Any] | None = None,
+    ) -> Frame:  # fmt: skip
+        """Adds an op; the arguments are what its frame has."""
+        inputs, parents = list(map(self._value, read)), list(map(self._value, wanted))
+        return self._add(Frame(op, FORWARD, place, inputs, [], parents, again=again, call=call), [gave])
+
+    def backward(
+        self, of: Frame, grad: Tensor, grads: Iterable[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> Frame:
+        """Adds the backward of an op, which gave ``grads`` for ``grad``."""
+        frame = Frame(of.op, BACKWARD, of.place, [self._value(grad)], [], of.inputs, of, again=again)
+        return self._add(frame, [x for x in grads if x is not None])
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        """Adds a sum of two gradients of one result."""
+        inputs = [self._value(first), self._value(second)]
+        self._add(Frame("sum of gradients", BACKWARD, NOWHERE, inputs, []), [made])
+
+    def _add(self, frame: Frame, gave: Sequence[Tensor]) -> Frame:
+        for value in map(self._value, gave):
+            if value.made_by is None:  # netcl's add hands on the gradient that it was given
+                value.made_by = frame
+            frame.outputs.append(value)
+        self.frames.append(frame)
+        return frame
+
+    def _value(self, tensor: Tensor) -> Value:
+        ref, value = self._known.get(id(tensor), (None, None))
+        if ref is None or value is None or ref() is not tensor:
+            value = Value(tensor, bridge.canonical_dtype(tensor.dtype), tuple(tensor.shape))
+            self._known[id(tensor)] = weakref.ref(tensor), value
+            self.held += bridge.nbytes(tensor)
+        return value
 
     @property
     def values(self) -> list[Value]:
@@ -137,6 +172,7 @@ class StepGraph:
             frame.again = frame.call = None
         for value in self.values:
             value.tensor = None
+        self.held = 0
 
     def name(self) -> None:
         """Finds the names of layers and parameters."""

@@ -17,8 +17,8 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
-from clamp.debug.callsite import NOWHERE, Trail, call_of, place_of, trail
-from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, StepGraph, Value
+from clamp.debug.callsite import Trail, call_of, place_of, trail
+from clamp.debug.step_graph import Frame, StepGraph
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
 from clamp.ops.statistics import PendingStatistics, statistics_of
@@ -212,73 +212,43 @@ class OverflowRecorder(Observer):
     # ------------------------------------------------------------------------------------------ a skipped step
 
     def _trace(self, scale: float, *, backward: bool) -> StepGraph:
-        values: dict[int, Value] = {}
-
-        def value(tensor: Tensor) -> Value:
-            known = values.get(id(tensor))
-            if known is None:
-                known = values[id(tensor)] = Value.of(tensor)
-            return known
-
-        forward = []
-        for op in self._step.ops:
-            read, wanted = list(map(value, op.read)), list(map(value, op.wanted))
-            place, call = place_of(op.trail), call_of(op.trail[0])
-            frame = Frame(op.op, FORWARD, place, read, [value(op.gave)], wanted, again=op.again, call=call)
-            frame.outputs[0].made_by = frame.outputs[0].made_by or frame
-            forward.append(frame)
-        trace = StepGraph(forward, scale, is_cut=self._step.is_cut)
+        trace, ops = StepGraph(scale=scale, is_cut=self._step.is_cut), self._step.ops
+        frames = [
+            trace.forward(one.op, place_of(one.trail), one.read, one.gave, call_of(one.trail[0]), one.wanted, one.again)
+            for one in ops
+        ]
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
-                ones = np.ones(one.loss.shape, np.float32)
-                grad = Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad
-                trace.frames = [*trace.frames, *gradients_of(forward[: one.ops], value(one.loss), value(grad), scale)]
+                _run_again(one, list(zip(ops[: one.ops], frames, strict=False)), trace)
             trace.measuring()()
         trace.name()
         return trace
 
 
-# ---------------------------------------------------------------------------------------------- backward, run once more
-
-
-def gradients_of(forward: Sequence[Frame], loss: Value, grad: Value, scale: float) -> list[Frame]:
-    """The ops of a backward, run now; what they leave behind is in these frames alone.
+def _run_again(one: _Pass, forward: Sequence[tuple[_Op, Frame]], trace: StepGraph) -> None:
+    """Runs a backward once more; what it leaves behind is in the trace alone.
 
     Args:
-        forward: ops with ``again``, each after those whose results it read, and with what ``again`` gives gradients for
-            in ``parents``.
-        loss, grad: where backward begins, and with which gradient.
-        scale: the loss scale that held; the one on the device has moved on.
+        forward: its ops, each after those whose results it read.
+        trace: its scale is the one that held: that on the device has moved on.
     """
-    frames: list[Frame] = []
-    grads = {id(loss): grad}
-    for frame in reversed(forward):
-        read = grads.get(id(frame.outputs[0]))
-        if frame.again is None or read is None or read.tensor is None:
+    ones = np.ones(one.loss.shape, np.float32)
+    grads = {id(one.loss): Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad}
+    for op, frame in reversed(forward):
+        grad = grads.get(id(op.gave))
+        if op.again is None or grad is None:
             continue
-        is_scaling = frame.op == SCALE_OP
-        found = [elementwise("mul", "float32", read.tensor, scale)] if is_scaling else frame.again(read.tensor)
-        backward = Frame(frame.op, BACKWARD, frame.place, [read], [], frame.inputs, frame, again=frame.again)
-        frames.append(backward)
-        for parent, tensor in zip(frame.parents, found, strict=True):
-            if tensor is None:
-                continue
-            given = read if tensor is read.tensor else Value.of(tensor, backward)
-            backward.outputs.append(given)
+        found = [elementwise("mul", "float32", grad, trace.scale)] if op.op == SCALE_OP else op.again(grad)
+        trace.backward(frame, grad, found, op.again)
+        for parent, given in zip(op.wanted, found, strict=True):
             earlier = grads.get(id(parent))
-            grads[id(parent)] = given if earlier is None else _added(earlier, given, frames)
-    return frames
-
-
-def _added(first: Value, second: Value, frames: list[Frame]) -> Value:
-    assert first.tensor is not None
-    assert second.tensor is not None
-    frame = Frame("sum of gradients", BACKWARD, NOWHERE, [first, second], [])
-    made = Value.of(elementwise("add", first.dtype, first.tensor, second.tensor), frame)
-    frame.outputs.append(made)
-    frames.append(frame)
-    return made
+            if given is not None and earlier is not None:
+                both = elementwise("add", bridge.canonical_dtype(earlier.dtype), earlier, given)
+                trace.added(both, earlier, given)
+                grads[id(parent)] = both
+            elif given is not None:
+                grads[id(parent)] = given
 
 
 # ---------------------------------------------------------------------------------------------- a dry run
@@ -300,9 +270,7 @@ class StepRecorder(Observer):
     def __init__(self, *, of_ranges: bool) -> None:
         self._of_ranges = of_ranges
         self._thread = threading.get_ident()
-        self._graph = StepGraph([])
-        self._values: dict[int, tuple[weakref.ref[Tensor], Value]] = {}  # by the id of a tensor
-        self._held = 0
+        self._graph = StepGraph()
 
     def trace(self) -> StepGraph:
         """Returns what has been recorded, measured and named; waits for the device."""
@@ -315,25 +283,22 @@ class StepRecorder(Observer):
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
         if not self._is_ours() or (self._of_ranges and (not isinstance(made, Node) or bridge.is_leaf(made))):
             return None
-        read = [self._value(parent.value) for parent in parents if isinstance(parent.value, Tensor)]
-        op = getattr(made, "op_name", None) or "op"
+        read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         seen = trail()
-        frame = Frame(op, FORWARD, place_of(seen), read, [], call=None if self._of_ranges else call_of(seen[0]))
-        self._give(frame, [made.value])
+        call = None if self._of_ranges else call_of(seen[0])
+        frame = self._graph.forward(getattr(made, "op_name", None) or "op", place_of(seen), read, made.value, call)
         self._keep_within_limit(made.value)
         return frame
 
     def gradients(
         self, token: Frame, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        frame = Frame(token.op, BACKWARD, token.place, [self._value(grad)], [], token.inputs, token, again=again)
-        self._give(frame, [x for x in grads if x is not None])
+        self._graph.backward(token, grad, grads, again)
         self._keep_within_limit(grad)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         if self._is_ours():
-            read = [self._value(first), self._value(second)]
-            self._give(Frame("sum of gradients", BACKWARD, NOWHERE, read, []), [made])
+            self._graph.added(made, first, second)
 
     def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         if not self._is_ours():
@@ -349,29 +314,10 @@ class StepRecorder(Observer):
     def _is_ours(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def _value(self, tensor: Tensor) -> Value:
-        ref, value = self._values.get(id(tensor), (None, None))
-        if ref is None or value is None or ref() is not tensor:
-            value = Value.of(tensor)
-            self._values[id(tensor)] = weakref.ref(tensor), value
-            self._held += bridge.nbytes(tensor)
-        return value
-
-    def _give(self, frame: Frame, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            value = self._value(tensor)
-            if value.made_by is None:  # netcl's add hands on the gradient that it was given
-                value.made_by = frame
-            frame.outputs.append(value)
-        self._graph.frames.append(frame)
-
     def _keep_within_limit(self, tensor: Tensor) -> None:
-        if bridge.on_device(tensor) and self._held > _SHARE * tensor.queue.device.global_mem_size:
+        if bridge.on_device(tensor) and self._graph.held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
-            self._held = 0
             self._graph.let_go()
-
-    # ------------------------------------------------------------------------------------------ measuring
 
     def _measure(self) -> None:
         with unrecorded():
