@@ -12,9 +12,10 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.cli import main
 from clamp.cli.bench.networks import mlp
+from clamp.cli.bench.timeline import Command, Gap, Timeline, Total, merged, timeline
 from clamp.cli.bench.timing import counted_launches
 from clamp.cli.bench.training import Variant
-from clamp.debug.profiler import Command, Gap, Profiler, Timeline, Total, Wait, merged
+from clamp.debug.profiler import Profiler, Wait
 from clamp.ops.cast import cast
 
 STEP = ["bench", "--timeline", "--step", "2x32x8"]
@@ -58,7 +59,7 @@ def test_a_recorder_sees_as_many_launches_as_there_are(profiling: cl.CommandQueu
         with Profiler() as recorder:
             train()
         profiling.finish()
-    found = [one.name for one in recorder.timeline(1.0).commands if one.kind == "kernel"]
+    found = [one.name for one in timeline(recorder, 1.0).commands if one.kind == "kernel"]
     assert sorted(found) == sorted(launches)
 
 
@@ -72,10 +73,10 @@ def test_a_recorder_tells_launches_from_transfers_and_counts_waits(profiling: cl
         cl.enqueue_copy(profiling, host, buffer)
         cl.enqueue_copy(profiling, buffer, host, is_blocking=False).wait()
     profiling.finish()
-    timeline = recorder.timeline(1.0)
-    assert [one.name for one in timeline.commands] == ["fill_buffer", "cast", "read", "write"]
-    assert [one.kind for one in timeline.commands] == ["transfer", "kernel", "transfer", "transfer"]
-    assert [wait.name for wait in timeline.waits] == ["finish", "read", "wait"]
+    seen = timeline(recorder, 1.0)
+    assert [one.name for one in seen.commands] == ["fill_buffer", "cast", "read", "write"]
+    assert [one.kind for one in seen.commands] == ["transfer", "kernel", "transfer", "transfer"]
+    assert [wait.name for wait in seen.waits] == ["finish", "read", "wait"]
     np.testing.assert_array_equal(host, np.ones(16))
 
 
@@ -101,7 +102,7 @@ def test_a_queue_without_times_is_an_error(queue: cl.CommandQueue) -> None:
         cast(x, "float16")
     queue.finish()
     with pytest.raises(ValueError, match="PROFILING_ENABLE"):
-        recorder.timeline(1.0)
+        timeline(recorder, 1.0)
 
 
 def test_a_timeline_is_of_one_network(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,13 +130,13 @@ def test_the_figures_of_a_timeline() -> None:
         Command("a", "kernel", 1.0, 1.5, 5.0, 6.0),  # enqueued long before: the device was late
         Command("read", "transfer", 8.0, 8.5, 9.0, 10.0),  # enqueued late
     )
-    timeline = Timeline(commands, (Wait("read", 8.0, 2.0),), step_seconds=11.0, host_seconds=10.5)
-    assert timeline.span == 10.0
-    assert timeline.busy == pytest.approx(0.5)
-    assert timeline.full == pytest.approx(0.8)
-    assert timeline.gaps == [Gap("a", "read", 3.0, 2.0), Gap("b", "a", 1.0, 0.0)]
-    assert timeline.totals[:2] == [Total("a", 2, 2.0, 1.0), Total("b", 1, 2.0, 2.0)]
-    figures = timeline.summary()
+    step = Timeline(commands, (Wait("read", 8.0, 2.0),), step_seconds=11.0, host_seconds=10.5)
+    assert step.span == 10.0
+    assert step.busy == pytest.approx(0.5)
+    assert step.full == pytest.approx(0.8)
+    assert step.gaps == [Gap("a", "read", 3.0, 2.0), Gap("b", "a", 1.0, 0.0)]
+    assert step.totals[:2] == [Total("a", 2, 2.0, 1.0), Total("b", 1, 2.0, 2.0)]
+    figures = step.summary()
     assert (figures["launches"], figures["transfers"], figures["waits"], figures["waited_seconds"]) == (3, 1, 1, 2.0)
     assert (figures["gap_seconds"], figures["gap_seconds_for_host"]) == (4.0, 2.0)
 

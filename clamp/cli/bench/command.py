@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pyopencl as cl
@@ -30,21 +29,18 @@ from clamp.cli.bench.products import attention_cases, conv_cases, gemm_cases
 from clamp.cli.bench.report import (
     RATIOS,
     Row,
-    content_of,
     json_file,
     memory_rows,
-    plot,
     print_rows,
-    print_timeline,
     rows_of,
     write_json,
 )
 from clamp.cli.bench.steps import call_cases, first_step_cases, small_cases
+from clamp.cli.bench.timeline import content_of, plot, print_timeline, timeline_of
 from clamp.cli.bench.timing import NORMAL, QUICK, Case, Effort, dtypes_of, interleave
-from clamp.cli.bench.training import Variant, checkpoint_case, make_variants, memory_of, step_case
+from clamp.cli.bench.training import checkpoint_case, make_variants, memory_of, step_case
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
-from clamp.debug.profiler import Profiler, Timeline
 from clamp.opencl.device import capabilities
 from clamp.opencl.processor import host_cpu_flags
 
@@ -254,27 +250,6 @@ def _print_head(console: Console, head: dict[str, Any]) -> None:
     load, cpus = head["machine"]["load_before"], head["machine"]["cpus"]
     if load is not None and cpus and load > _BUSY * cpus:
         console.print(f"[yellow]other programs kept the machine busy (load {load:.1f}): do not trust these figures[/]")
-
-
-def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
-    """The timeline of one step, after a few that build kernels and settle the loss scale.
-
-    Args:
-        what: ``"netcl"``, or clamp's dtype, or that and a level: ``"float16-O2"``.
-    """
-    dtype, _, level = what.partition("-")
-    context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
-    queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
-    variant = Variant(queue, network, None if what == "netcl" else dtype, level or "O1")
-    recorder = Profiler()
-    with variant.steps() as train:
-        queue.finish()
-        began = perf_counter()
-        with recorder:
-            train()
-        queue.finish()
-        seconds = perf_counter() - began
-    return recorder.timeline(seconds)
 
 
 def _show_timeline(

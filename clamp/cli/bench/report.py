@@ -1,11 +1,11 @@
-"""What `bench` found, as tables and as JSON: rows with ratios, and the timeline of a step, which is drawn as well."""
+"""What `bench` found, as tables and as JSON: rows with ratios."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,7 @@ from rich.table import Table
 
 from clamp.cli.bench.timing import Case, Race
 from clamp.cli.console import print_fitting
-from clamp.debug.profiler import Timeline
 
-_GAPS = 8  # as many are printed
-_COLOURED = 9  # names with a colour of their own in the picture
-_OTHERS = "others"
 RATIOS = (
     "ratios[x] compares a row with contender x of the same case. GFLOP/s and GB/s: own figure / x's; ms: x's time / "
     "own time; so above 1 is faster than x. MiB: own bytes / x's, so below 1 is less memory than x."
@@ -141,83 +137,3 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     new = file.with_name(f".{file.name}.{os.getpid()}")
     new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     new.replace(file)
-
-
-# ---------------------------------------------------------------------------------------------- timelines
-
-
-def print_timeline(console: Console, timeline: Timeline, title: str) -> None:
-    """Kernels by their total time, the gaps between them, and the step in a few lines."""
-    run_time = sum(total.seconds for total in timeline.totals)
-    table = Table("command", title=title)
-    for name in ("calls", "total ms", "%", "mean us", "longest us"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for total in timeline.totals:
-        share = 100 * total.seconds / run_time if run_time else 0.0
-        mean = total.seconds / total.calls
-        figures = (f"{total.seconds * 1e3:.3f}", f"{share:.1f}", f"{mean * 1e6:.1f}", f"{total.longest * 1e6:.1f}")
-        table.add_row(total.name, str(total.calls), *figures)
-    console.print(table)
-    table = Table("after", "before", title="longest gaps")
-    for name in ("us", "for want of work"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for gap in timeline.gaps[:_GAPS]:
-        table.add_row(gap.after, gap.before, f"{gap.seconds * 1e6:.1f}", f"{gap.waited_for_host * 1e6:.1f}")
-    if timeline.gaps:
-        console.print(table)
-    for line in _in_words(timeline):
-        console.print(line, highlight=False)
-
-
-def _in_words(timeline: Timeline) -> list[str]:
-    figures = timeline.summary()
-    waits: dict[str, int] = {}
-    for wait in timeline.waits:
-        waits[wait.name] = waits.get(wait.name, 0) + 1
-    named = ", ".join(f"{count} x {name}" for name, count in waits.items())
-    lines = [
-        f"step {timeline.step_seconds * 1e3:.3f} ms, of which the program took {timeline.host_seconds * 1e3:.3f} ms",
-        f"queue full: {timeline.full:.0%} (a command waited or ran), device busy: {timeline.busy:.0%} (one ran)",
-        f"gaps: {len(timeline.gaps)}, {figures['gap_seconds'] * 1e3:.3f} ms, of which "
-        f"{figures['gap_seconds_for_host'] * 1e3:.3f} ms with nothing enqueued",
-        f"{figures['launches']} launches, {figures['transfers']} transfers",
-        f"waits for the device inside the step: {len(timeline.waits)}{f' ({named})' if named else ''}, "
-        f"{figures['waited_seconds'] * 1e3:.3f} ms",
-    ]
-    return lines if not timeline.unseen else [*lines, f"{timeline.unseen} commands without times are left out"]
-
-
-def content_of(timeline: Timeline) -> dict[str, Any]:
-    """The raw events, and the figures made of them, for JSON."""
-    return {
-        "summary": timeline.summary(),
-        "commands": [asdict(one) for one in timeline.commands],
-        "waits": [asdict(wait) for wait in timeline.waits],
-    }
-
-
-def plot(timeline: Timeline, title: str, file: Path) -> None:
-    """Draws which commands ran when, and how many waited or ran at each time."""
-    from matplotlib.figure import Figure
-
-    names = [total.name for total in timeline.totals[:_COLOURED]]
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
-    lane, depth = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for number, name in enumerate([*names, _OTHERS]):
-        bars = [
-            (one.start * 1e3, (one.end - one.start) * 1e3)
-            for one in timeline.commands
-            if (one.name if one.name in names else _OTHERS) == name
-        ]
-        if bars:
-            lane.broken_barh(bars, (0, 1), facecolors=f"C{number}" if name != _OTHERS else "0.6", label=name)
-    lane.set(yticks=[], ylabel="runs", title=f"{title}: queue full {timeline.full:.0%}, busy {timeline.busy:.0%}")
-    lane.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    changes = sorted([(one.queued, 1) for one in timeline.commands] + [(one.end, -1) for one in timeline.commands])
-    heights, height = [], 0
-    for _, change in changes:
-        height += change
-        heights.append(height)
-    depth.step([time * 1e3 for time, _ in changes], heights, where="post")
-    depth.set(xlabel="ms since the step's first command was enqueued", ylabel="enqueued", ylim=(0, None))
-    figure.savefig(file, dpi=120)

@@ -1,0 +1,278 @@
+"""The timeline of a step: every command that its device ran, and every wait for it; printed, drawn, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pyopencl as cl
+from rich.console import Console
+from rich.table import Table
+
+from clamp.cli.bench.networks import Network
+from clamp.cli.bench.training import Variant
+from clamp.debug.profiler import NANO, Profiler, Wait
+
+_GAPS = 8  # as many are printed
+_COLOURED = 9  # names with a colour of their own in the picture
+_OTHERS = "others"
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that a device ran.
+
+    Attributes:
+        name: the kernel's, or ``"read"``, ``"write"``, ``"copy"``, ...
+        kind: ``"kernel"`` or ``"transfer"``.
+        queued, submitted, start, end: seconds of the device's clock since the step's first command was enqueued.
+    """
+
+    name: str
+    kind: str
+    queued: float
+    submitted: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time between two commands in which the device ran none.
+
+    Attributes:
+        after, before: names of the two.
+        seconds: how long.
+        waited_for_host: so much of it, in which no command was enqueued.
+    """
+
+    after: str
+    before: str
+    seconds: float
+    waited_for_host: float
+
+
+@dataclass(frozen=True)
+class Total:
+    """All commands of one name."""
+
+    name: str
+    calls: int
+    seconds: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        commands: in the order in which they started.
+        waits: in the order in which they began.
+        step_seconds: until the device had finished.
+        host_seconds: until the program had enqueued all, its waits included.
+        unseen: commands without times, of queues without profiling.
+    """
+
+    commands: tuple[Command, ...]
+    waits: tuple[Wait, ...]
+    step_seconds: float
+    host_seconds: float
+    unseen: int = 0
+
+    @property
+    def span(self) -> float:
+        """From the first command enqueued to the last one ended."""
+        return max(one.end for one in self.commands)
+
+    @cached_property
+    def busy(self) -> float:
+        """The part of the span in which the device ran a command."""
+        return _part(merged((one.start, one.end) for one in self.commands), self.span)
+
+    @cached_property
+    def full(self) -> float:
+        """The part of the span in which the device had work: a command waited for it, or ran."""
+        return _part(merged((one.queued, one.end) for one in self.commands), self.span)
+
+    @cached_property
+    def totals(self) -> list[Total]:
+        """Commands by name, those that took longest first."""
+        by_name: dict[str, list[float]] = {}
+        for one in self.commands:
+            by_name.setdefault(one.name, []).append(one.end - one.start)
+        totals = [Total(name, len(times), sum(times), max(times)) for name, times in by_name.items()]
+        return sorted(totals, key=lambda total: -total.seconds)
+
+    @cached_property
+    def gaps(self) -> list[Gap]:
+        """The times without a running command, the longest first."""
+        gaps, last = [], self.commands[0]
+        for one in self.commands[1:]:
+            if (idle := one.start - last.end) > 0:
+                gaps.append(Gap(last.name, one.name, idle, min(idle, max(0.0, one.queued - last.end))))
+            last = max(last, one, key=lambda other: other.end)
+        return sorted(gaps, key=lambda gap: -gap.seconds)
+
+    def summary(self) -> dict[str, float]:
+        """The step in figures, for JSON."""
+        return {
+            "step_seconds": self.step_seconds,
+            "host_seconds": self.host_seconds,
+            "span_seconds": self.span,
+            "busy": self.busy,
+            "queue_full": self.full,
+            "launches": sum(one.kind == "kernel" for one in self.commands),
+            "transfers": sum(one.kind == "transfer" for one in self.commands),
+            "waits": len(self.waits),
+            "waited_seconds": sum(wait.seconds for wait in self.waits),
+            "gap_seconds": sum(gap.seconds for gap in self.gaps),
+            "gap_seconds_for_host": sum(gap.waited_for_host for gap in self.gaps),
+            "unseen": self.unseen,
+        }
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns what intervals cover together, in order and without overlaps."""
+    covered: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if covered and begin <= covered[-1][1]:
+            covered[-1] = (covered[-1][0], max(covered[-1][1], end))
+        else:
+            covered.append((begin, end))
+    return covered
+
+
+def _part(intervals: Iterable[Interval], span: float) -> float:
+    return sum(end - begin for begin, end in intervals) / span if span > 0 else 1.0
+
+
+def timeline(seen: Profiler, seconds: float) -> Timeline:
+    """The timeline of what a profiler has seen, once the queue has finished.
+
+    Args:
+        seconds: of the step, until the device had finished.
+
+    Raises:
+        ValueError: nothing was: nothing was enqueued, or on queues without profiling only.
+    """
+    profiled, unseen = [], 0
+    for name, kind, event in seen.events:
+        try:
+            times = event.profile
+            profiled.append((name, kind, times.queued, times.submit, times.start, times.end))
+        except cl.Error:
+            unseen += 1
+    if not profiled:
+        raise ValueError("no command of the step has times: its queue needs PROFILING_ENABLE")
+    zero = min(times[2] for times in profiled)
+    commands = [Command(name, kind, *((time - zero) * NANO for time in times)) for name, kind, *times in profiled]
+    return Timeline(tuple(sorted(commands, key=lambda one: one.start)), tuple(seen.waits), seconds,
+                    seen.host_seconds, unseen)  # fmt: skip
+
+
+def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
+    """The timeline of one step, after a few that build kernels and settle the loss scale.
+
+    Args:
+        what: ``"netcl"``, or clamp's dtype, or that and a level: ``"float16-O2"``.
+    """
+    dtype, _, level = what.partition("-")
+    context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
+    queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
+    variant = Variant(queue, network, None if what == "netcl" else dtype, level or "O1")
+    recorder = Profiler()
+    with variant.steps() as train:
+        queue.finish()
+        began = perf_counter()
+        with recorder:
+            train()
+        queue.finish()
+        seconds = perf_counter() - began
+    return timeline(recorder, seconds)
+
+
+# ---------------------------------------------------------------------------------------------- showing it
+
+
+def print_timeline(console: Console, timeline: Timeline, title: str) -> None:
+    """Kernels by their total time, the gaps between them, and the step in a few lines."""
+    run_time = sum(total.seconds for total in timeline.totals)
+    table = Table("command", title=title)
+    for name in ("calls", "total ms", "%", "mean us", "longest us"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for total in timeline.totals:
+        share = 100 * total.seconds / run_time if run_time else 0.0
+        mean = total.seconds / total.calls
+        figures = (f"{total.seconds * 1e3:.3f}", f"{share:.1f}", f"{mean * 1e6:.1f}", f"{total.longest * 1e6:.1f}")
+        table.add_row(total.name, str(total.calls), *figures)
+    console.print(table)
+    table = Table("after", "before", title="longest gaps")
+    for name in ("us", "for want of work"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for gap in timeline.gaps[:_GAPS]:
+        table.add_row(gap.after, gap.before, f"{gap.seconds * 1e6:.1f}", f"{gap.waited_for_host * 1e6:.1f}")
+    if timeline.gaps:
+        console.print(table)
+    for line in _in_words(timeline):
+        console.print(line, highlight=False)
+
+
+def _in_words(timeline: Timeline) -> list[str]:
+    figures = timeline.summary()
+    waits: dict[str, int] = {}
+    for wait in timeline.waits:
+        waits[wait.name] = waits.get(wait.name, 0) + 1
+    named = ", ".join(f"{count} x {name}" for name, count in waits.items())
+    lines = [
+        f"step {timeline.step_seconds * 1e3:.3f} ms, of which the program took {timeline.host_seconds * 1e3:.3f} ms",
+        f"queue full: {timeline.full:.0%} (a command waited or ran), device busy: {timeline.busy:.0%} (one ran)",
+        f"gaps: {len(timeline.gaps)}, {figures['gap_seconds'] * 1e3:.3f} ms, of which "
+        f"{figures['gap_seconds_for_host'] * 1e3:.3f} ms with nothing enqueued",
+        f"{figures['launches']} launches, {figures['transfers']} transfers",
+        f"waits for the device inside the step: {len(timeline.waits)}{f' ({named})' if named else ''}, "
+        f"{figures['waited_seconds'] * 1e3:.3f} ms",
+    ]
+    return lines if not timeline.unseen else [*lines, f"{timeline.unseen} commands without times are left out"]
+
+
+def content_of(timeline: Timeline) -> dict[str, Any]:
+    """The raw events, and the figures made of them, for JSON."""
+    return {
+        "summary": timeline.summary(),
+        "commands": [asdict(one) for one in timeline.commands],
+        "waits": [asdict(wait) for wait in timeline.waits],
+    }
+
+
+def plot(timeline: Timeline, title: str, file: Path) -> None:
+    """Draws which commands ran when, and how many waited or ran at each time."""
+    from matplotlib.figure import Figure
+
+    names = [total.name for total in timeline.totals[:_COLOURED]]
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    lane, depth = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for number, name in enumerate([*names, _OTHERS]):
+        bars = [
+            (one.start * 1e3, (one.end - one.start) * 1e3)
+            for one in timeline.commands
+            if (one.name if one.name in names else _OTHERS) == name
+        ]
+        if bars:
+            lane.broken_barh(bars, (0, 1), facecolors=f"C{number}" if name != _OTHERS else "0.6", label=name)
+    lane.set(yticks=[], ylabel="runs", title=f"{title}: queue full {timeline.full:.0%}, busy {timeline.busy:.0%}")
+    lane.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    changes = sorted([(one.queued, 1) for one in timeline.commands] + [(one.end, -1) for one in timeline.commands])
+    heights, height = [], 0
+    for _, change in changes:
+        height += change
+        heights.append(height)
+    depth.step([time * 1e3 for time, _ in changes], heights, where="post")
+    depth.set(xlabel="ms since the step's first command was enqueued", ylabel="enqueued", ylim=(0, None))
+    figure.savefig(file, dpi=120)
