@@ -17,7 +17,6 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
 from clamp.casting.regions import InitCall, Region, in_region, init_call, region_here
-from clamp.casting.results import RESULTS, Observer
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.op_counter import Casts, Key, OpCounter, OpRow
@@ -34,7 +33,8 @@ _CASTS = frozenset((CAST.name, COPY.name))  # what only converts; a product that
 
 
 class OpTimer(OpCounter):
-    """A glance at one step that knows what each op launched: all since the op before was done.
+    """Counts the ops of one step, and knows what each launched, all since the op before was done, and what memory the
+    step takes.
 
     Args:
         alone: see `Profiler`: for queues that take no times.
@@ -43,33 +43,57 @@ class OpTimer(OpCounter):
         cast_seconds: of launches that only convert; a part of what the ops that wanted them take.
         after_backward: seconds of what came after the last op: gradients divided by the loss scale, and looked at.
         launches: how many commands were enqueued.
+        queues: that it uses.
+        activations, weight_copies, peak: see `Side`.
     """
 
     def __init__(self, alone: bool) -> None:
         super().__init__(of_dry_run=True)
-        self._recorder = Profiler(alone)
+        self._recorder, self._meter = Profiler(alone), MemoryMeter()
         self._launched: dict[Key, list[range]] = {}
         self._cast_launches: set[int] = set()
         self._seen = 0
+        self._is_backward = False
         self.cast_seconds = self.after_backward = 0.0
-        self.launches = 0
+        self.launches = self.activations = self.peak = 0
+        self.queues: list[cl.CommandQueue] = []
 
-    def time(self, step: Step, queues: Sequence[cl.CommandQueue]) -> list[OpRow]:
+    def time(self, step: Step, queues: Iterable[cl.CommandQueue]) -> list[OpRow]:
         """Runs a step on these queues; returns its ops with their seconds."""
         self.start()
         try:
-            with self._recorder:
+            with self._meter, self._recorder:
                 step()
                 _finish(queues)
         finally:
             self.stop()
         seconds = self._recorder.seconds
-        self.launches = len(seconds)
+        self.launches, self.peak = len(seconds), self._meter.peak
         self.cast_seconds = sum(seconds[index] for index in self._cast_launches)
         self.after_backward = sum(seconds[self._seen :])
         for key, ranges in self._launched.items():
             self.took(key, sum(seconds[index] for indices in ranges for index in indices))
         return self.rows
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
+        _require(recorder() is None)
+        value = made.value
+        if isinstance(value, Tensor) and bridge.on_device(value) and value.queue not in self.queues:
+            self.queues.append(value.queue)
+        token = super().result(made, parents)
+        if isinstance(made, Node) and made.op_name == SCALE_OP:
+            self._forward_is_over()
+        return token
+
+    def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
+        self._forward_is_over()  # of a loss that nobody has scaled
+        self._is_backward = True
+        super().gradients(token, grad, grads, again)
+
+    def _forward_is_over(self) -> None:
+        if not self._is_backward:  # several losses: what is kept when the last of them is scaled
+            self.weight_copies = weights.nbytes
+            self.activations = max(self.activations, self._meter.activations)
 
     def counted(self, key: Key) -> None:
         now = len(self._recorder)
@@ -170,13 +194,15 @@ def try_step(step: Step) -> Trial:
     around = region_here(enabled=True)
     sides = around, replace(around, dtype="float32")
     with dry_run(step):
-        seen = [_look(step, region) for region in sides]  # each builds its kernels, and shows its memory
-        queues = list({id(queue): queue for one in seen for queue in one.queues}.values())
-        _require(all(one.queues for one in seen))
+        for region in sides:
+            _seconds(step, region, ())  # builds its kernels
+        used = [_timed(step, region, (), alone=False)[0].queues for region in sides]
+        _require(all(used))
+        queues = list({id(queue): queue for one in used for queue in one}.values())
         alone = not all(queue.properties & cl.command_queue_properties.PROFILING_ENABLE for queue in queues)
         passes = [[_timed(step, region, queues, alone) for region in sides] for _ in range(_PASSES)]
         _require(all(rows for one in passes for _, rows in one))
-        amp, plain = (_side(seen[index], [one[index] for one in passes]) for index in range(len(sides)))
+        amp, plain = (_side([one[index] for one in passes]) for index in range(len(sides)))
         names = tuple(slower_functions(amp, plain))
         black = replace(around, policies=around.policies.customized((), names))
         before = replays()
@@ -237,7 +263,7 @@ def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> f
         return perf_counter() - began
 
 
-def _timed(step: Step, region: Region, queues: list[cl.CommandQueue], alone: bool) -> tuple[OpTimer, list[OpRow]]:
+def _timed(step: Step, region: Region, queues: Iterable[cl.CommandQueue], alone: bool) -> tuple[OpTimer, list[OpRow]]:
     weights.clear()
     _finish(queues)
     timer = OpTimer(alone)
@@ -250,7 +276,7 @@ def _finish(queues: Iterable[cl.CommandQueue]) -> None:
         queue.finish()
 
 
-def _side(seen: _Look, passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
+def _side(passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
     times: dict[tuple[Any, ...], list[float]] = {}
     for _, rows in passes:
         for row in rows:
@@ -263,54 +289,7 @@ def _side(seen: _Look, passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
         min(one.cast_seconds for one, _ in passes),
         min(one.after_backward for one, _ in passes),
         watch.launches,
-        seen.activations,
-        seen.weight_copies,
-        seen.peak,
+        watch.activations,
+        watch.weight_copies,
+        watch.peak,
     )
-
-
-# ---------------------------------------------------------------------------------------------- the first look
-
-
-def _look(step: Step, region: Region) -> _Look:
-    """Runs a step once: which queues it uses, and what memory it takes."""
-    with in_region(region):
-        step()
-        weights.clear()
-        with MemoryMeter() as meter:
-            look = _Look(meter)
-            with RESULTS.attached(look):
-                step()
-            look.peak = meter.peak
-    return look
-
-
-class _Look(Observer):
-    """An observer of one step that asks for memory when forward is over."""
-
-    needs_values = True
-
-    def __init__(self, meter: MemoryMeter) -> None:
-        self._meter = meter
-        self._is_over = False
-        self.queues: list[cl.CommandQueue] = []
-        self.activations = self.weight_copies = self.peak = 0
-
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> bool:
-        _require(recorder() is None)
-        value = made.value
-        if isinstance(value, Tensor) and bridge.on_device(value) and value.queue not in self.queues:
-            self.queues.append(value.queue)
-        if isinstance(made, Node) and made.op_name == SCALE_OP:
-            self._forward_is_over()
-        return True
-
-    def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
-        if not self._is_over:  # of a loss that nobody has scaled
-            self._forward_is_over()
-        self._is_over = True
-
-    def _forward_is_over(self) -> None:
-        if not self._is_over:  # several losses: what is kept when the last of them is scaled
-            self.weight_copies = weights.nbytes
-            self.activations = max(self.activations, self._meter.activations)

@@ -29,7 +29,7 @@ from clamp.scaling.step_report import StepReport
 _MOST = 2000  # rows of modules that have no name yet: a program may make its layers anew in each step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpRow:
     """The calls of one op at one place.
 
@@ -109,14 +109,6 @@ class Key(NamedTuple):
     dtype: str
 
 
-@dataclass(slots=True)
-class _Count:
-    shape: tuple[int, ...]
-    calls: int = 0
-    bytes: int = 0
-    seconds: float | None = None
-
-
 class _Replayed(threading.local):
     """What each replay of a recording that this thread makes is to add."""
 
@@ -147,7 +139,7 @@ class OpCounter(Observer):
         self.curves = Curves()
         self.weight_copies = 0
         self._lock = threading.RLock()
-        self._counts: dict[Key, _Count] = {}
+        self._counts: dict[Key, OpRow] = {}
         self._named: dict[tuple[Any, ...], OpRow] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}
         self._modules: dict[int, weakref.ref[Any]] = {}
@@ -226,8 +218,8 @@ class OpCounter(Observer):
 
     def took(self, key: Key, seconds: float) -> None:
         """Adds to the seconds of a key."""
-        count = self._counts[key]
-        count.seconds = (count.seconds or 0.0) + seconds
+        row = self._counts[key]
+        row.seconds = (row.seconds or 0.0) + seconds
 
     def _rests(self) -> bool:
         """Returns whether this thread runs a step that is only looked at, which is no part of the run."""
@@ -248,11 +240,15 @@ class OpCounter(Observer):
 
     def _add(self, key: Key, shape: tuple[int, ...], size: int) -> None:
         with self._lock:
-            count = self._counts.get(key)
-            if count is None:
-                count = self._counts[key] = _Count(shape)
-            count.calls += 1
-            count.bytes += size
+            row = self._counts.get(key)
+            if row is None:
+                place = key.place
+                row = self._counts[key] = OpRow(
+                    key.op, key.direction, place.function, place.policy, "", place.short_line, key.inputs, key.dtype,
+                    shape, rule=str(place.rule or ""),
+                )  # fmt: skip
+            row.calls += 1
+            row.bytes += size
         if len(self._counts) > _MOST:
             self._name()
 
@@ -276,7 +272,7 @@ class OpCounter(Observer):
     def rows(self) -> list[OpRow]:
         """The ops, in the order in which they first ran."""
         self._name()
-        return list(self._named.values())
+        return [replace(row) for row in self._named.values()]
 
     @property
     def modules(self) -> list[tuple[str, str, int]]:
@@ -308,17 +304,13 @@ class OpCounter(Observer):
         names = self.paths_of(known)
         with self._lock:
             self._modules |= {key: ref for key, ref in known.items() if key in names and key not in self._modules}
-            for key, count in counts.items():
-                place = key.place
-                row = OpRow(
-                    key.op, key.direction, place.function, place.policy, names.get(key.module, ""), place.short_line,
-                    key.inputs, key.dtype, count.shape, rule=str(place.rule or ""),
-                )  # fmt: skip
-                before = self._named.get(row.identity, row)
-                seconds = before.seconds if count.seconds is None else (before.seconds or 0.0) + count.seconds
-                self._named[row.identity] = replace(
-                    before, calls=before.calls + count.calls, bytes=before.bytes + count.bytes, seconds=seconds
-                )
+            for key, row in counts.items():
+                row.module = names.get(key.module, "")
+                before = self._named.setdefault(row.identity, row)
+                if before is not row:
+                    before.calls += row.calls
+                    before.bytes += row.bytes
+                    before.seconds = row.seconds if before.seconds is None else before.seconds + (row.seconds or 0.0)
 
 
 def _dtype(tensor: Tensor) -> str:
