@@ -23,7 +23,7 @@ WIDTHS = {"wide": 1080, "narrow": 340}  # CSS pixels that a picture is drawn for
 
 _NAMES = (
     *("ink", "muted", "line", "bad", "loss", "scale", "norm", "activation", "gradient", "parameter"),
-    *("normal", "subnormal", "amp", "float32", "good", "edge"),
+    *("normal", "subnormal", "good", "edge"),
 )
 COLOUR = {name: f"#0101{place:02x}" for place, name in enumerate(_NAMES)}  # stands for --name of page.css
 _NAME = {colour: name for name, colour in COLOUR.items()}
@@ -264,60 +264,6 @@ def _scales(axes: Axes, numbers: Sequence[int], scales: Sequence[float]) -> None
     axes.set_ylim(min(finite) - 0.7, max(finite) + 1.3)
     axes.locator_params("y", integer=True, nbins=5)
     axes.yaxis.set_major_formatter(lambda exponent, _: power(2, exponent))
-
-
-# ---------------------------------------------------------------------------------------------- memory
-
-
-_BAR = 30  # pixels
-
-
-def memory(found: Memory, dtype: str) -> str:
-    """The picture: bars, of what was measured; empty where nothing was."""
-    bars = [
-        (name, colour, value)
-        for name, colour, value in (
-            ("Activations, AMP", "amp", found["activations"]),
-            ("Activations, float32", "float32", found["float32_activations"]),
-            (f"Weights' copies in {shortened(dtype, 12)}", "amp", found["weight_copies"]),
-            ("Peak, AMP", "amp", found["peak"]),
-            ("Peak, float32", "float32", found["float32_peak"]),
-        )
-        if value is not None
-    ]
-    if not bars:
-        return ""
-
-    def draw(figure: Figure, narrow: bool) -> None:
-        axes = figure.subplots()
-        plain_axes(axes)
-        axes.spines[:].set_visible(False)
-        longest = max(value for _, _, value in bars) or 1
-        for place, (name, colour, value) in enumerate(bars):
-            axes.barh(place, value, color=COLOUR[colour], height=0.42 if narrow else 0.62)
-            axes.text(value + longest / 80, place, size(value), va="center", color=COLOUR["ink"])
-            if narrow:
-                axes.text(0, place - 0.38, name, va="center", color=COLOUR["muted"], fontsize=11)
-        names = [] if narrow else [name for name, _, _ in bars]
-        axes.set_yticks(range(len(names)), names)
-        axes.set(xticks=[], xlim=(0, longest * (1.3 if narrow else 1.12)), ylim=(len(bars) - 0.5, -0.7))
-
-    label = "Device memory: " + "; ".join(f"{name} {size(value)}" for name, _, value in bars)
-    return picture("memory", label, draw, (len(bars) * _BAR + 12, len(bars) * (_BAR + 14) + 12))
-
-
-def saving(found: Memory) -> str:
-    """Returns what AMP saves, in words."""
-    parts = [
-        f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
-        f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"
-        for name, mine, theirs in (
-            ("activations take", found["activations"], found["float32_activations"]),
-            ("the peak is", found["peak"], found["float32_peak"]),
-        )
-        if mine is not None and theirs
-    ]  # fmt: skip
-    return (" and ".join(parts) + ".").capitalize() if parts else "Float32 was not measured beside it."
 
 
 # ---------------------------------------------------------------------------------------------- memory, op by op

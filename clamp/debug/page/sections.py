@@ -13,9 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from clamp.debug.page.figures import HELD, held_at, memory, memory_timeline, peak_of, saving, timeline
+from clamp.debug.page.figures import HELD, held_at, memory_timeline, peak_of, shortened, timeline
 from clamp.debug.page.ranges import ranges
-from clamp.debug.page.schema import END, LOWEST, Input, Module, Op, Run, checked
+from clamp.debug.page.schema import END, LOWEST, Input, Memory, Module, Op, Run, checked
 from clamp.debug.ranges import FLOAT16
 from clamp.debug.words import UNKNOWN, digits, duration, placed, size
 from clamp.params.lost_updates import LayerUpdates
@@ -60,8 +60,8 @@ def page_of(run: Run) -> str:
         lit=next((op for op in run["ops"] if bad and all(op[key] == bad[key] for key in _PLACE)), None),
         numbers_of=lambda op: _numbers_of(op, took),
         updates=[LayerUpdates(**row) for row in run["updates"]["layers"]],
-        memory=memory(run["memory"], run["dtype"]),
-        saving=saving(run["memory"]),
+        memory=_bars(run["memory"], run["dtype"]),
+        saving=_saving(run["memory"]),
         held=memory_timeline(run["memory"]),
         peak=peak_of(run["memory"]["timeline"]),
         HELD=HELD,
@@ -168,6 +168,35 @@ def _beside_float16(one: Input) -> str:
         return f"above {limit:g}"
     words = [f"{digits(limit / one['largest'])}x below {limit:g}"] if one["largest"] > 0 else ["all zero"]
     return ", ".join(words + ["some below 2⁻²⁴"] * (0 < one["smallest"] < FLOAT16.smallest))
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def _bars(found: Memory, dtype: str) -> list[tuple[str, str, int]]:
+    """Returns what was measured, each with its colour and its bytes."""
+    bars = (
+        ("Activations, AMP", "amp", found["activations"]),
+        ("Activations, float32", "float32", found["float32_activations"]),
+        (f"Weights' copies in {shortened(dtype, 12)}", "amp", found["weight_copies"]),
+        ("Peak, AMP", "amp", found["peak"]),
+        ("Peak, float32", "float32", found["float32_peak"]),
+    )
+    return [(name, colour, count) for name, colour, count in bars if count is not None]
+
+
+def _saving(found: Memory) -> str:
+    """Returns what AMP saves, in words."""
+    parts = [
+        f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
+        f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"
+        for name, mine, theirs in (
+            ("activations take", found["activations"], found["float32_activations"]),
+            ("the peak is", found["peak"], found["float32_peak"]),
+        )
+        if mine is not None and theirs
+    ]  # fmt: skip
+    return (" and ".join(parts) + ".").capitalize() if parts else "Float32 was not measured beside it."
 
 
 # ---------------------------------------------------------------------------------------------- the modules, as a tree
