@@ -239,9 +239,7 @@ def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
         return
     if frame.direction == FORWARD:
         yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
-    made = frame.outputs[0].tensor if frame.outputs else None
-    is_view = made is not None and any(x.tensor is not None and x.tensor.buffer is made.buffer for x in frame.inputs)
-    if not frame.outputs or is_view:
+    if not frame.outputs or frame.is_view:
         return
     if frame.direction == FORWARD:
         yield frame.function, ACTIVATION, frame.outputs[0]

@@ -16,6 +16,7 @@ from clamp.ops.statistics import PendingStatistics, Statistics
 from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
+BEFORE = 8  # ops in a row before one that is not finite, among which one may be to blame
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +68,7 @@ class Frame:
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, and until somebody asks.
         again: computes the gradients from that of the result, as long as it is held.
         call: of a forward, the call that made it, as long as it is held; None where nobody has kept it.
+        is_view: whether it gave the memory that it read.
     """
 
     op: str
@@ -79,6 +81,7 @@ class Frame:
     module: str = ""
     again: Callable[[Tensor], Any] | None = None
     call: Call | None = None
+    is_view: bool = False
 
     @property
     def function(self) -> str:
@@ -104,6 +107,7 @@ class StepGraph:
         scaler: whose it is; None where the loss was not scaled.
         is_cut: whether ops of earlier passes were let go.
         held: bytes of the tensors that have been told of.
+        awaited: ops whose backward is to come, by their ids: their calls are kept.
     """
 
     frames: list[Frame] = field(default_factory=list)
@@ -111,29 +115,32 @@ class StepGraph:
     scaler: LossScale | None = None
     is_cut: bool = False
     held: int = 0
+    awaited: dict[int, Frame] = field(default_factory=dict)
     _known: dict[int, tuple[weakref.ref[Tensor], Value]] = field(default_factory=dict)  # by the id of a tensor
 
     def forward(
-        self, op: str, place: Place, read: Iterable[Tensor], gave: Tensor, call: Call | None = None,
+        self, op: str, place: Place, read: Sequence[Tensor], gave: Tensor, call: Call | None = None,
         wanted: Iterable[Tensor] = (), again: Callable[[Tensor], Any] | None = None,
     ) -> Frame:  # fmt: skip
         """Adds an op; the arguments are what its frame has."""
-        inputs, parents = list(map(self._value, read)), list(map(self._value, wanted))
-        return self._add(Frame(op, FORWARD, place, inputs, [], parents, again=again, call=call), [gave])
+        parents = list(map(self._value, wanted))
+        return self._add(Frame(op, FORWARD, place, [], [], parents, again=again, call=call), read, [gave])
 
     def backward(
         self, of: Frame, grad: Tensor, grads: Iterable[Tensor | None], again: Callable[[Tensor], Any]
     ) -> Frame:
         """Adds the backward of an op, which gave ``grads`` for ``grad``."""
-        frame = Frame(of.op, BACKWARD, of.place, [self._value(grad)], [], of.inputs, of, again=again)
-        return self._add(frame, [x for x in grads if x is not None])
+        self.awaited.pop(id(of), None)
+        frame = Frame(of.op, BACKWARD, of.place, [], [], of.inputs, of, again=again)
+        return self._add(frame, [grad], [x for x in grads if x is not None])
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         """Adds a sum of two gradients of one result."""
-        inputs = [self._value(first), self._value(second)]
-        self._add(Frame("sum of gradients", BACKWARD, NOWHERE, inputs, []), [made])
+        self._add(Frame("sum of gradients", BACKWARD, NOWHERE, [], []), [first, second], [made])
 
-    def _add(self, frame: Frame, gave: Sequence[Tensor]) -> Frame:
+    def _add(self, frame: Frame, read: Sequence[Tensor], gave: Sequence[Tensor]) -> Frame:
+        frame.inputs.extend(map(self._value, read))
+        frame.is_view = bool(gave) and any(x.buffer is gave[0].buffer for x in read)
         for value in map(self._value, gave):
             if value.made_by is None:  # netcl's add hands on the gradient that it was given
                 value.made_by = frame
@@ -166,13 +173,32 @@ class StepGraph:
 
         return read
 
-    def let_go(self) -> None:
-        """Holds no memory of the device any more."""
+    def let_go(self, kept: Iterable[Frame] | None = None) -> None:
+        """Holds no memory of the device any more.
+
+        Args:
+            kept: ops of which all is kept, and with them parameters and inputs, which live on in any case.
+        """
+        frames = {id(frame): frame for frame in kept or ()}
+        tensors = {id(x) for frame in frames.values() for x in (*frame.inputs, *frame.outputs, *frame.parents)}
         for frame in self.frames:
-            frame.again = frame.call = None
+            if id(frame) not in frames and (kept is None or id(frame) not in self.awaited):
+                frame.again = frame.call = None
         for value in self.values:
-            value.tensor = None
+            if kept is None or (value.made_by is not None and id(value) not in tensors):
+                value.tensor = None
         self.held = 0
+
+    def suspects(self) -> list[Frame]:
+        """The ops that have made inf or nan of finite numbers, those that they are the backward of, and some that come
+        before, whose results may be to blame; and the last, whose results the next may make something of."""
+        found = [frame for frame in self.frames if not frame.is_finite and all(x.is_finite for x in frame.inputs)]
+        found += [frame.forward for frame in found if frame.forward is not None]
+        last = found
+        for _ in range(BEFORE):
+            last = list({id(x.made_by): x.made_by for frame in last for x in frame.inputs if x.made_by}.values())
+            found += last
+        return [*found, *self.frames[-BEFORE:]]
 
     def name(self) -> None:
         """Finds the names of layers and parameters."""

@@ -257,7 +257,8 @@ def _run_again(one: _Pass, forward: Sequence[tuple[_Op, Frame]], trace: StepGrap
 class StepRecorder(Observer):
     """An observer that keeps the ops of a dry run (`clamp.debug.dry_run`), of the thread that makes it.
 
-    Beyond a quarter of the device's memory, tensors are measured, and let go, before the step is over.
+    Beyond a quarter of the device's memory, results are measured, and let go, before the step is over: but those in
+    which a cause is looked for.
 
     Args:
         of_ranges: whether it is asked for magnitudes, with histograms, as they are when the pass is over: gradients are
@@ -287,6 +288,8 @@ class StepRecorder(Observer):
         seen = trail()
         call = None if self._of_ranges else call_of(seen[0])
         frame = self._graph.forward(getattr(made, "op_name", None) or "op", place_of(seen), read, made.value, call)
+        if isinstance(made, Node) and made.grad_fn is not None:
+            self._graph.awaited[id(frame)] = frame
         self._keep_within_limit(made.value)
         return frame
 
@@ -306,6 +309,7 @@ class StepRecorder(Observer):
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         if scaled is not None:
             self._graph.scaler = scaled.loss_scale
+        self._graph.awaited.clear()
         if not self._of_ranges:
             self._measure()
 
@@ -317,7 +321,7 @@ class StepRecorder(Observer):
     def _keep_within_limit(self, tensor: Tensor) -> None:
         if bridge.on_device(tensor) and self._graph.held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
-            self._graph.let_go()
+            self._graph.let_go(() if self._of_ranges else self._graph.suspects())
 
     def _measure(self) -> None:
         with unrecorded():

@@ -339,6 +339,16 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
     assert handle.explain().kind == kind
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_is_more_than_may_be_held_is_explained_alike(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    whole = str(run_again(queue, fault))
+    amp.shutdown()
+    monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 0.0)
+    assert str(run_again(queue, fault)) == whole
+
+
 def test_debug_takes_known_words_only() -> None:
     with pytest.raises(ValueError, match="debug must be"):
         amp.init(debug="everything")

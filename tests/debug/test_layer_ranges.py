@@ -168,6 +168,21 @@ def test_the_suggested_scale_fits_and_hardly_a_larger_one(queue: cl.CommandQueue
         assert table[4 * ranges.suggested_scale].overflow > 0
 
 
+def test_a_step_that_is_more_than_may_be_held_has_the_same_ranges(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows() -> list[tuple[Any, ...]]:
+        found = handle.ranges(once)
+        return [
+            (row.name, row.module, row.kind, row.dtype, row.statistics.largest / row.scale) for row in found.rows
+        ] + [found.suggested_scale]
+
+    _, handle, once = run(queue)
+    whole = rows()
+    monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 0.0)
+    assert rows() == whole
+
+
 def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
     model, handle, once = run(queue, debug="summary", loss_scale="dynamic")
     once()
