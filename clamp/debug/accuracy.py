@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -171,6 +171,14 @@ def compare_step(
 # ---------------------------------------------------------------------------------------------- the step
 
 
+class _ScaledStep(NamedTuple):
+    """A step to be run."""
+
+    run: Callable[[float], Any]  # with a loss scale; returns the loss
+    scale: float  # that for AMP; in float32 it is 1
+    floor: float  # to which it may be lowered, while gradients are not finite
+
+
 def _amp_region(
     around: Region, dtype: str | None, level: str | None, white: Iterable[str], black: Iterable[str]
 ) -> Region:
@@ -207,27 +215,12 @@ def _step_of(
         found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
         return found
 
-    handle = debug.session.active_handle()
     if scale is not None:
         return _ScaledStep(forward_and_backward, scale, scale)
-    if handle is not None and amp.dtype == "float16":
-        return _ScaledStep(forward_and_backward, handle.loss_scale, 1.0)
-    return _ScaledStep(forward_and_backward, _HIGHEST if amp.dtype == "float16" else 1.0, 1.0)
-
-
-@dataclass(frozen=True)
-class _ScaledStep:
-    """A step to be run.
-
-    Attributes:
-        run: runs it with a loss scale; returns the loss.
-        scale: the one for AMP; in float32 it is 1.
-        floor: to which it may be lowered, while gradients are not finite.
-    """
-
-    run: Callable[[float], Any]
-    scale: float
-    floor: float
+    if amp.dtype != "float16":
+        return _ScaledStep(forward_and_backward, 1.0, 1.0)
+    handle = debug.session.active_handle()
+    return _ScaledStep(forward_and_backward, _HIGHEST if handle is None else handle.loss_scale, 1.0)
 
 
 def _input(x: Any, queue: Any) -> Any:

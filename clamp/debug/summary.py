@@ -251,9 +251,9 @@ class Summary:
 
     def _cells(self, row: OpRow) -> tuple[str, ...]:
         dtypes = f"{', '.join(dict.fromkeys(row.inputs))} -> {row.dtype}"
-        name = f"{row.name} {row.direction}" if row.name == row.op or row.function else f"{row.op} {row.direction}"
         place = " ".join(filter(None, (row.module, row.line)))
-        cells = (name, place, row.decided or "-", dtypes, str(row.calls), f"{row.bytes / 2**20:.2f}")
+        name, read_and_given = f"{row.name} {row.direction}", f"{row.bytes / 2**20:.2f}"
+        cells = (name, place, row.decided or "-", dtypes, str(row.calls), read_and_given)
         if self.trial is None:
             return cells
         plain = {other.key: other.seconds for other in self.trial.plain.rows}.get(row.key)
