@@ -279,9 +279,6 @@ class _Watch(OpCounter):
         self._are_gradients((made,))
         super().added(made, first, second)
 
-    def stepping(self, gradients: Sequence[Tensor]) -> None:
-        """Nothing of a step that is only looked at is noted on the device."""
-
     def ended(self) -> None:
         """The step is over: what parameters have now are gradients."""
         self._are_gradients(grad for _, grad in gradients_now().values())

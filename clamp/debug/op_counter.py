@@ -195,7 +195,8 @@ class OpCounter(Observer):
             host_step(partial(_run_all, self._recording.take()))
 
     def stepping(self, gradients: Sequence[Tensor]) -> None:
-        self.curves.gradients(gradients)
+        if not self._of_dry_run:  # of another thread's step, then
+            self.curves.gradients(gradients)
 
     def stepped(self, report: StepReport) -> None:
         self.curves.stepped(report.step if self._is_own(report) else None)

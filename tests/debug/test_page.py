@@ -129,6 +129,15 @@ def test_it_asks_for_nothing(sample: str) -> None:
     assert "default-src 'none'" in sample
 
 
+def test_of_a_large_model_only_the_branches_with_the_bad_op_are_open() -> None:
+    run = sample_run()
+    paths = ["", *(f"blocks.{block}{part}" for block in range(30) for part in ("", ".first", ".first.inner"))]
+    run["modules"] = [{"path": path, "class": "Block", "parameters": 1} for path in paths]
+    run["first_bad"]["module"] = "blocks.2.first.inner"
+    opened = re.findall(r"<details open><summary>\s*<span><b>(\w+)</b>", page_of(run))
+    assert opened == ["model", "blocks", "2", "first"]
+
+
 def test_a_page_of_the_same_run_is_the_same(drawn_once: Callable[[], None], sample: str) -> None:
     drawn_once()
     assert page_of(sample_run()) == sample

@@ -210,10 +210,6 @@ class _Branch:
     module: Module | None = None
     children: dict[str, _Branch] = field(default_factory=dict)
 
-    def holds(self, path: str) -> bool:
-        """Returns whether a module is it, or in it."""
-        return self.path == path or any(child.holds(path) for child in self.children.values())
-
 
 def _tree(found: Sequence[Module]) -> list[_Branch]:
     """The model, or what stands at the top where it is not known."""
