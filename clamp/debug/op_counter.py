@@ -6,6 +6,7 @@ one, and nothing waits for the device.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ class Key(NamedTuple):
     op: str
     direction: str
     place: Place  # without its modules
-    module: int  # its id; 0 for none
+    module: int  # its number; 0 for none
     inputs: tuple[str, ...]
     dtype: str
 
@@ -142,7 +143,9 @@ class OpCounter(Observer):
         self._counts: dict[Key, OpRow] = {}
         self._named: dict[tuple[Any, ...], OpRow] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}
-        self._modules: dict[int, weakref.ref[Any]] = {}
+        self._modules: dict[int, weakref.ref[Any]] = {}  # by numbers, which are not given again, as ids are
+        self._numbers: dict[int, int] = {}  # by ids
+        self._number = itertools.count(1)
         self._models: dict[int, weakref.ref[Any]] = {}
         self._recording = _Replayed()
 
@@ -250,7 +253,7 @@ class OpCounter(Observer):
                 )  # fmt: skip
             row.calls += 1
             row.bytes += size
-        if len(self._counts) > _MOST:
+        if len(self._counts) > _MOST and not self._of_dry_run:  # one step, whose keys are asked for when it is over
             self._name()
 
     def _add_cast(self, kinds: tuple[str, str], size: int) -> None:
@@ -260,12 +263,12 @@ class OpCounter(Observer):
             count[1] += size
 
     def _known(self, module: Any) -> int:
-        known = self._modules.get(id(module))
+        number = self._numbers.get(id(module), 0)
+        known = self._modules.get(number)
         if known is None or known() is not module:
-            if known is not None:  # another had its id
-                self._name()
-            self._modules[id(module)] = weakref.ref(module)
-        return id(module)
+            number = self._numbers[id(module)] = next(self._number)
+            self._modules[number] = weakref.ref(module)
+        return number
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -290,7 +293,7 @@ class OpCounter(Observer):
         return sorted(found, key=lambda one: -one.bytes)
 
     def paths_of(self, known: Mapping[int, weakref.ref[Any]] | None = None) -> dict[int, str]:
-        """The paths of layers that have been met, and that there still are, by their ids."""
+        """The paths of layers that have been met, and that there still are, by their numbers."""
         refs = self._modules if known is None else known
         living = {key: module for key, ref in refs.items() if (module := ref()) is not None}
         models = [model for ref in self._models.values() if (model := ref()) is not None]
@@ -304,7 +307,8 @@ class OpCounter(Observer):
             self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
         names = self.paths_of(known)
         with self._lock:
-            self._modules |= {key: ref for key, ref in known.items() if key in names and key not in self._modules}
+            self._modules |= {key: ref for key, ref in known.items() if key in names}
+            self._numbers = {key: number for key, number in self._numbers.copy().items() if number in self._modules}
             for key, row in counts.items():
                 row.module = names.get(key.module, "")
                 before = self._named.setdefault(row.identity, row)

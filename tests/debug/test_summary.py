@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
+from netcl.nn.layers import Linear
 from netcl.optim import SGD
 
 from clamp import amp
@@ -22,6 +25,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS
 from clamp.report import read_run
 from tests.networks import Task, batch, loss_of, mlp, step, stepping, weights_of
+from tests.reference import to_device
 
 ROWS, WIDTHS = 64, (32, 64, 64, 8)
 
@@ -102,6 +106,25 @@ def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     # the three weights, and the input where no product rounds it as it reads it
     calls = 3 if capabilities(queue).is_cpu else 4
     assert (casts.source, casts.target, casts.calls) == ("float32", "float16", calls)
+
+
+def test_a_step_of_many_ops_and_of_layers_made_in_it_is_timed(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clamp.debug.op_counter._MOST", 4)
+    run = Run(queue)
+    x = ag.tensor(to_device(queue, np.ones((2, 3))))
+
+    def once() -> None:
+        for _ in range(3):
+            Linear(queue, 3, 2)(x)
+            gc.collect()
+        run.step()
+
+    rows = run.handle.summary(once).trial.amp.rows
+    assert all(row.seconds is not None for row in rows)
+    assert sum(row.calls for row in rows if row.name == "matmul_op" and not row.module) == 3
+    assert sum(row.calls for row in rows if row.module == "layers.0") == 2
 
 
 @pytest.mark.slow
