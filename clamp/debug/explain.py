@@ -78,7 +78,8 @@ def explain(
     if not trace.frames:
         return not_seen(report)
     origin = find_origin(trace)
-    if origin is not None:
+    is_known = origin is not None and not (origin.leaf is not None and origin.leaf.is_cut_off)
+    if origin is not None and is_known:
         cause = cause_of(origin, trace)
         grown = None if cause.kind == "input" else divergence(trace, past or Past())
         if grown is not None:
@@ -90,6 +91,11 @@ def explain(
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
             "before it wrote, and no more is held than a quarter of the memory."
         )
+        if origin is not None:
+            why = (
+                f"What {origin.frame.function} reads is not finite already, and the ops before it are gone: no more is "
+                "held than a quarter of the memory."
+            )
         return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
     divided = find_divided(trace)
     if divided is not None and is_finite_in_float32(divided[0]) is not False:

@@ -28,6 +28,7 @@ class Value:
         made_by: the op that gave it; None of parameters and inputs.
         name: of a tensor of the model's, ``"layers.2.weight"``; empty else, and until somebody asks (`StepGraph.name`).
         statistics: once they have been measured.
+        is_cut_off: whether an op gave it that has been let go, and not the user.
     """
 
     tensor: Tensor | None
@@ -36,6 +37,7 @@ class Value:
     made_by: Frame | None = None
     name: str = ""
     statistics: Statistics | None = None
+    is_cut_off: bool = False
 
     @property
     def is_finite(self) -> bool:

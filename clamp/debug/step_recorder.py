@@ -72,6 +72,7 @@ class _Step(threading.local):
     Attributes:
         moved: of replays, the tensors that they were recorded with, each with the one in its place.
         is_cut: whether ops of earlier passes were let go.
+        gone: what ops gave that were let go for want of memory.
         report: of the last ``optimizer.step()``, after which the next op is one of the next step; None before any.
     """
 
@@ -83,6 +84,7 @@ class _Step(threading.local):
         self.passes: list[_Pass] = []
         self.moved: list[tuple[Tensor, Tensor]] = []
         self.is_cut = False
+        self.gone: list[weakref.ref[Tensor]] = []
         self.report: StepReport | None = None
 
 
@@ -206,6 +208,9 @@ class OverflowRecorder(Observer):
             return
         held = sum({id(op.gave.buffer): bridge.nbytes(op.gave) for op in step.ops[:first]}.values())
         if held > _SHARE * step.ops[0].gave.queue.device.global_mem_size:
+            step.gone = [ref for ref in step.gone if ref() is not None] + [
+                weakref.ref(x.gave) for x in step.ops[:first]
+            ]
             step.ops, step.is_cut = step.ops[first:], True
             step.passes = [one._replace(ops=one.ops - first) for one in step.passes if one.ops > first]
 
@@ -217,6 +222,9 @@ class OverflowRecorder(Observer):
             trace.forward(one.op, place_of(one.trail), one.read, one.gave, call_of(one.trail[0]), one.wanted, one.again)
             for one in ops
         ]
+        gone = {id(x) for ref in self._step.gone if (x := ref()) is not None}
+        for value in trace.values:
+            value.is_cut_off = value.made_by is None and id(value.tensor) in gone
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler

@@ -339,6 +339,15 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
     assert handle.explain().kind == kind
 
 
+@pytest.mark.parametrize("every", range(1, 9))
+def test_what_an_op_gave_that_is_held_no_more_is_no_input(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 1e-9)
+    monkeypatch.setattr("clamp.debug.step_recorder._OFTEN", every)
+    assert eager(queue, "forward").kind == "unseen"
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_is_more_than_may_be_held_is_explained_alike(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, fault: str
