@@ -484,12 +484,12 @@ def test_a_peer_times_what_it_can_and_says_what_it_cannot() -> None:
     with PeerProcess("numpy", threads=1, gpu=False) as peer:
         assert peer.works == {"gemm": ["float32"]}
         for layout in ("NN", "NT", "TN"):
-            seconds = peer.turn("gemm", "float32", layout, "16")(3)
+            seconds = peer.turn("gemm", "float32", layout, 16)(3)
             assert len(seconds) == 3
             assert min(seconds) > 0
-        with pytest.raises(PeerError, match="ValueError"):
+        with pytest.raises(PeerError, match="TypeError"):
             peer.turn("gemm", "float32", "NN", "many")(1)
-        assert len(peer.turn("gemm", "float32", "NN", "16")(1)) == 1  # it goes on after an error
+        assert len(peer.turn("gemm", "float32", "NN", 16)(1)) == 1  # it goes on after an error
 
 
 def test_a_peer_that_is_gone_is_an_error() -> None:
@@ -497,7 +497,7 @@ def test_a_peer_that_is_gone_is_an_error() -> None:
     with peer:
         pass
     with pytest.raises((PeerError, ValueError)):
-        peer.turn("gemm", "float32", "NN", "16")(1)
+        peer.turn("gemm", "float32", "NN", 16)(1)
 
 
 def test_a_peer_that_does_not_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

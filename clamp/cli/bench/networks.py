@@ -64,6 +64,10 @@ def _characters(random: np.random.Generator, shape: Sequence[int]) -> Host:
     return random.integers(0, CHARACTERS, shape).astype(np.int32)
 
 
+def _pixels(random: np.random.Generator, shape: Sequence[int]) -> Host:
+    return random.random(shape, dtype=np.float32)
+
+
 class _CharLm(Module):  # type: ignore[misc]
     """The language model of examples/char_lm.py."""
 
@@ -107,12 +111,6 @@ class Network:
 
     def __str__(self) -> str:
         return f"{self.name}, batch {self.batch}"
-
-    @property
-    def description(self) -> str:
-        """Returns what a peer must know to train the same, in one word."""
-        names = ("batch", "shape", "layers", "outputs", "loss", "optimizer")
-        return json.dumps({name: getattr(self, name) for name in names}, separators=(",", ":"))
 
     def model(self, queue: cl.CommandQueue) -> Any:
         """The layers, with weights drawn from numpy's global generator."""
@@ -183,7 +181,7 @@ README_MLP = Network(
 )  # fmt: skip
 MLP = Network(
     "digits MLP", "digits", 64, (64,), [_linear(64, 256), _RELU, _linear(256, 256), _RELU, _linear(256, CLASSES)],
-    optimizer="Adam", lr=1e-3, draw=lambda random, shape: random.random(shape, dtype=np.float32),
+    optimizer="Adam", lr=1e-3, draw=_pixels,
 )  # fmt: skip
 CNN = Network(
     "Fashion-MNIST CNN", "fashion", 64, (1, 28, 28),

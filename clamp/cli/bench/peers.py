@@ -1,31 +1,27 @@
 """Peers, numpy and torch, each kept in a child process and timed there on request.
 
 They get their own process because BLAS libraries read their settings when they load, and because their idle threads
-must not spin in the process that times OpenCL. It answers lines on standard input with lines on standard output, and
-sleeps on the pipe in between::
-
-    <- {"label": "OpenBLAS", "version": "...", "works": {"gemm": ["float32"]}}
-    -> run gemm float32 NN 1024 5          five calls, timed
-    <- ok 0.0051 0.0049 0.0050 0.0049 0.0052
-    -> run gemm float64 NN 1024 5
-    <- error KeyError: 'float64'
+must not spin in the process that times OpenCL. It is asked over a pipe, on which it sleeps in between: it sends its
+label, version and works first, and then the seconds of each call that it is asked for, or why there are none.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
+import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
+from clamp.cli.bench.networks import Layer, Network
 from clamp.cli.bench.timing import Contender, Turn, settle, timed
 from clamp.opencl import cache_writer
 from clamp.opencl.processor import host_cpu_flags
@@ -54,63 +50,57 @@ class PeerProcess:
 
     def __init__(self, kind: str, threads: int, gpu: bool) -> None:
         settings = blas_settings(threads)
-        self._process = subprocess.Popen(
-            cache_writer.command(__name__, "serve", [kind, threads, gpu]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**cache_writer.environment(), **settings},
-        )
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                cache_writer.command(__name__, "serve", [kind, threads, gpu, theirs.fileno()]),
+                env={**cache_writer.environment(), **settings},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
         try:
-            hello: dict[str, Any] = json.loads(self._answer())
-        except BaseException as error:
+            self.label, version, self.works = self._answer()
+        except BaseException:
             self.__exit__()
-            if isinstance(error, ValueError):
-                raise PeerError(f"it did not introduce itself: {error}") from error
             raise
         # numpy's OpenBLAS is the only one that reads it.
         core = settings.get("OPENBLAS_CORETYPE") if kind == "numpy" else None
-        self.version = hello["version"] + (f", OPENBLAS_CORETYPE={core}" if core else "")
-        self.label, self.works = hello["label"], hello["works"]
+        self.version = version + (f", OPENBLAS_CORETYPE={core}" if core else "")
 
-    def turn(self, *work: str) -> Turn:
-        """A turn that has the peer time this work, ``("gemm", "float32", "NN", "1024")``.
+    def turn(self, *work: Any) -> Turn:
+        """A turn that has the peer time this work, ``("gemm", "float32", "NN", 1024)``.
 
         Raises (in the turn):
             PeerError: the peer cannot do it, or is gone.
         """
+        described = pickle.dumps(work)
 
         def turn(calls: int) -> list[float]:
             settle()  # the device's threads are to leave the cores to the peer
             try:
-                self._pipe_in.write(f"run {' '.join(work)} {calls}\n")
-                self._pipe_in.flush()
+                self._pipe.send((described, calls))
             except OSError as error:
                 raise PeerError(f"the process has ended: {error}") from error
-            status, _, rest = self._answer().partition(" ")
-            if status != "ok":
-                raise PeerError(rest)
-            return [float(value) for value in rest.split()]
+            answer = self._answer()
+            if isinstance(answer, str):
+                raise PeerError(answer)
+            return answer
 
         return turn
 
-    @property
-    def _pipe_in(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerError(f"the process has ended with status {self._process.wait()}")
-        return line.strip()
+    def _answer(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise PeerError(f"the process has ended with status {self._process.wait()}") from None
 
     def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.__exit__(None, None, None)  # closes the pipes: the child's loop ends
+        self._pipe.close()  # the child's loop ends
+        self._process.wait()
 
 
 @contextmanager
@@ -129,7 +119,7 @@ def installed_peers(threads: int, gpu: bool) -> Iterator[tuple[list[PeerProcess]
         yield peers, failures
 
 
-def peer_contenders(peers: Sequence[PeerProcess], work: str, *args: str, amount: float = 0.0) -> list[Contender]:
+def peer_contenders(peers: Sequence[PeerProcess], work: str, *args: Any, amount: float = 0.0) -> list[Contender]:
     """Every peer in every dtype that it does this work in."""
     return [
         Contender(f"{peer.label} {dtype}", peer.turn(work, dtype, *args), amount, is_baseline=True)
@@ -163,9 +153,8 @@ class NumpyPeer:
         self.version = f"{blas['name']} {blas['version']}, numpy {np.__version__}"
         self.works = {"gemm": ["float32"]}
 
-    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+    def prepare(self, work: str, dtype: str, layout: str, n: int) -> Call:
         """A call that does the work once."""
-        layout, n = args[0], int(args[1])
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))
         left, right = _laid(a, layout[0]), _laid(b, layout[1])
@@ -195,7 +184,7 @@ class TorchPeer:
         self.works = dict.fromkeys(("gemm", "conv", "attention", "step", "guide", "cnn", "decoder", "resnet"), dtypes)
         self.works |= {"readme": ["float32"], "digits": ["float32"]}
 
-    def prepare(self, work: str, dtype: str, *args: str) -> Call:
+    def prepare(self, work: str, dtype: str, *args: Any) -> Call:
         kernels: dict[str, Callable[..., Call]]
         kernels = {"gemm": self._gemm, "conv": self._conv, "attention": self._attention}
         make: Callable[..., Call] = kernels.get(work, self._train)  # a network's step, whatever its work is called
@@ -205,15 +194,15 @@ class TorchPeer:
         if self._device == "cuda":
             self._torch.cuda.synchronize()
 
-    def _gemm(self, dtype: Any, layout: str, size: str) -> Call:
-        n, torch = int(size), self._torch
+    def _gemm(self, dtype: Any, layout: str, n: int) -> Call:
+        torch = self._torch
         a, b = (torch.randn(n, n, device=self._device).to(dtype) for _ in range(2))
         left, right = _laid(a, layout[0]), _laid(b, layout[1])
         out = torch.empty(n, n, dtype=dtype, device=self._device)
         return lambda: torch.matmul(left, right, out=out)
 
-    def _conv(self, dtype: Any, direction: str, *numbers: str) -> Call:
-        n, c, h, w, features, kernel, stride, pad = map(int, numbers)
+    def _conv(self, dtype: Any, direction: str, numbers: tuple[int, ...]) -> Call:
+        n, c, h, w, features, kernel, stride, pad = numbers
         torch = self._torch
         x = self._laid_out(torch.randn(n, c, h, w, device=self._device).to(dtype))
         weight = self._laid_out(torch.randn(features, c, kernel, kernel, device=self._device).to(dtype))
@@ -239,9 +228,8 @@ class TorchPeer:
         """Images, weights or a model as torch's convolutions are fastest with: channels of a position together."""
         return x.to(memory_format=self._torch.channels_last)
 
-    def _attention(self, dtype: Any, direction: str, *numbers: str) -> Call:
+    def _attention(self, dtype: Any, direction: str, shape: tuple[int, ...]) -> Call:
         torch = self._torch
-        shape = tuple(map(int, numbers))
         q, k, v = (torch.randn(shape, device=self._device).to(dtype).requires_grad_() for _ in range(3))
         gradient = torch.randn(shape, device=self._device).to(dtype)
 
@@ -250,18 +238,18 @@ class TorchPeer:
 
         return forward if direction == "forward" else lambda: torch.autograd.grad(forward(), (q, k, v), gradient)
 
-    def _train(self, dtype: Any, description: str) -> Call:
-        """A training step of the network that `Network.description` tells of."""
-        torch, device, network = self._torch, self._device, json.loads(description)
-        model = self._laid_out(sequential(torch.nn, network["layers"]).to(device))
-        x = torch.randn(network["batch"], *network["shape"], device=device)
+    def _train(self, dtype: Any, network: Network) -> Call:
+        """A training step of a network."""
+        torch, device = self._torch, self._device
+        model = self._laid_out(sequential(torch.nn, network.layers).to(device))
+        x = torch.randn(network.batch, *network.shape, device=device)
         x = self._laid_out(x) if x.dim() == 4 else x
-        loss_of = getattr(torch.nn.functional, network["loss"])
-        if network["loss"] == "cross_entropy":
-            y = torch.randint(0, network["outputs"][-1], (len(x),), device=device)
+        loss_of = getattr(torch.nn.functional, network.loss)
+        if network.loss == "cross_entropy":
+            y = torch.randint(0, network.outputs[-1], (len(x),), device=device)
         else:
             y = torch.randn_like(model(x))
-        optimizer = getattr(torch.optim, network["optimizer"])(model.parameters(), lr=1e-3)
+        optimizer = getattr(torch.optim, network.optimizer)(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
         def step() -> float:
@@ -276,7 +264,7 @@ class TorchPeer:
         return step
 
 
-def sequential(nn: Any, layers: list[dict[str, Any]]) -> Any:
+def sequential(nn: Any, layers: Sequence[Layer]) -> Any:
     """In torch what netcl's ``build_sequential`` makes of a list of layers."""
     own: dict[str, Callable[..., Any]] = {"ResNet18": partial(resnet18, nn), "DecoderBlock": partial(decoder_block, nn)}
     made = []
@@ -343,30 +331,28 @@ def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:
 
 
 def serve() -> None:
-    """What the child does: answers lines until standard input ends."""
+    """What the child does: answers until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
-    kind, threads, gpu = cache_writer.given()
+    kind, threads, gpu, descriptor = cache_writer.given()
     makers: dict[str, Callable[[], NumpyPeer | TorchPeer]]
     makers = {"numpy": NumpyPeer, "torch": partial(TorchPeer, threads, gpu)}
     peer = makers[kind]()
-    _say(json.dumps({"label": peer.label, "version": peer.version, "works": peer.works}))
+    pipe = Connection(descriptor)
+    pipe.send((peer.label, peer.version, peer.works))
 
     @lru_cache(maxsize=4)  # of a case's contenders, not of those before it
-    def prepared(*work: str) -> Call:
-        call = peer.prepare(*work)
+    def prepared(described: bytes) -> Call:
+        call = peer.prepare(*pickle.loads(described))
         call()
         return call
 
-    for line in sys.stdin:
-        _, *work, calls = line.split()
-        try:
-            seconds = timed(prepared(*work), peer.finish)(int(calls))
-        except Exception as error:  # reported to the parent, which leaves this contender out
-            _say(f"error {type(error).__name__}: {error}".split("\n", 1)[0])
-        else:
-            settle()
-            _say("ok " + " ".join(f"{value:.9f}" for value in seconds))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            described, calls = pipe.recv()
+            try:
+                answer: list[float] | str = timed(prepared(described), peer.finish)(calls)
+            except Exception as error:  # reported to the parent, which leaves this contender out
+                answer = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+            else:
+                settle()
+            pipe.send(answer)

@@ -70,7 +70,7 @@ def gemm_cases(
             }
             a, b = operands["float32"]
             contenders = _contenders(timed(partial(_netcl_gemm, a, b, layout), queue.finish), turns, flops)
-            contenders += peer_contenders(peers, "gemm", layout, str(n), amount=flops)
+            contenders += peer_contenders(peers, "gemm", layout, n, amount=flops)
             yield Case("gemm", f"{layout} {n}", "GFLOP/s", contenders, limits)
 
 
@@ -148,7 +148,7 @@ def conv_cases(queue: cl.CommandQueue, shapes: str, images: int, peers: Sequence
     """Every direction of convolutions."""
     for shape in (ConvShape(images, *numbers) for numbers in SHAPES[shapes]):
         for name, contenders, flops in _directions(queue, shape):
-            contenders += peer_contenders(peers, "conv", name, *map(str, astuple(shape)), amount=flops)
+            contenders += peer_contenders(peers, "conv", name, astuple(shape), amount=flops)
             yield Case("conv", f"{name} {shape}", "GFLOP/s", contenders)
 
 
@@ -197,5 +197,5 @@ def attention_cases(queue: cl.CommandQueue, shape: tuple[int, ...], peers: Seque
 
     for name, flops in (("forward", 2 * product), ("forward+backward", 7 * product)):
         contenders = _as_layers_do(layer, data, flops, backward=name != "forward")
-        contenders += peer_contenders(peers, "attention", name, *map(str, shape), amount=flops)
+        contenders += peer_contenders(peers, "attention", name, shape, amount=flops)
         yield Case("attention", f"{name} causal, {'x'.join(map(str, shape))}", "GFLOP/s", contenders)

@@ -49,7 +49,7 @@ def small_cases(queue: cl.CommandQueue, peers: Sequence[PeerProcess]) -> Iterato
     for network in (README_MLP, MLP):
         contenders = [_small(queue, network, dtype) for dtype in (None, "float32", *halves)]
         contenders += [_small(queue, network, dtype, is_recorded=True) for dtype in halves]
-        contenders += peer_contenders(peers, network.work, network.description)
+        contenders += peer_contenders(peers, network.work, network)
         yield Case("small", str(network), "ms", contenders)
 
 

@@ -230,7 +230,7 @@ def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[Pe
         Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
         for name, variant in variants.items()
     ]
-    contenders += peer_contenders(peers, network.work, network.description)
+    contenders += peer_contenders(peers, network.work, network)
     return Case(network.work, str(network), "ms", contenders)
 
 
