@@ -31,6 +31,14 @@ WORKS = (*USUAL_WORKS, "decoder", "guide", "resnet", "memory", *SMALL_WORKS)
 EXTRAS = ("rich",)  # packages of the extra "cli" that commands import
 
 
+class CommandError(Exception):
+    """What was asked for cannot be done, in words that `main` prints. ``status``: the command's exit status."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
@@ -54,12 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
             status = run(args)
             sys.stdout.flush()
-    except NoDeviceError as error:
+    except (CommandError, NoDeviceError, UnknownDeviceError) as error:
         print(error, file=sys.stderr)
-        return 1
-    except UnknownDeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return getattr(error, "status", 1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -214,7 +219,7 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
     "bench": ("clamp.cli.bench.command:run", "time clamp against netcl, numpy and torch, side by side", _BENCH),
     "tune": ("clamp.cli.tune:run", "measure how a GPU's matrix units multiply fastest, and keep it", (
         _device(),
-        _option("--json", metavar="FILE", help="write all times"),
+        _option("--json", metavar="FILE", help="write all times; into a folder as tune-<device>.json"),
         _option("--shapes", type=_shapes, metavar="MxNxK,...",
                 help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)"),
     )),

@@ -15,6 +15,8 @@ _SIMULATORS = ("Oclgrind",)
 class UnknownDeviceError(ValueError):
     """No device has the name asked for; the message lists those that are there."""
 
+    status = 2  # of a command's exit
+
 
 def is_simulator(device: cl.Device) -> bool:
     """Returns whether the device simulates one: right but slow, and never what a user means by "the device"."""

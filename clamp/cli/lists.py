@@ -29,6 +29,7 @@ from clamp.casting.module_rules import ModuleRule, rule_for, rules_for
 from clamp.casting.policies import POLICIES
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table, read_list
 from clamp.casting.registry import USES
+from clamp.cli import CommandError
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe
 from clamp.functions import OWNED
@@ -45,8 +46,7 @@ def run(args: Namespace) -> int:
         own = [] if args.lists is None else read_list(args.lists)
         table, rules = default_table().merged(own).at_level(args.level), rules_for(None, args.lists, args.level)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise CommandError(str(error), 2) from error
     what, entries = _search(args.name, table)
     chosen = [entry for entry in entries if args.policy in (None, entry.policy.value)]
     console = make_console()
@@ -55,8 +55,7 @@ def run(args: Namespace) -> int:
     if decided and not entries:
         return 0
     if not chosen:
-        print(_nothing(args, table, entries), file=sys.stderr)
-        return 2
+        raise CommandError(_nothing(args, table, entries), 2)
     if what:
         console.print(f"[bold]{what}[/], level {args.level}, {args.dtype}", highlight=False)
     if what and len(chosen) > 1:

@@ -27,7 +27,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp import amp, bridge, session
 from clamp.bridge import Node, Tape, Tensor
-from clamp.cli import INTERRUPTED
+from clamp.cli import INTERRUPTED, CommandError
 from clamp.handle import AmpHandle
 from clamp.patching.redirect import Bindings
 from clamp.report import read_run, write_page
@@ -45,11 +45,9 @@ _NO_FRAMES_OF = {__file__, runpy.run_module.__code__.co_filename}  # in a traceb
 
 def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
-    if not is_there(args):
-        return 2
-    if args.report is not None and (hindrance := _hindrance(args.report)):
-        print(hindrance, file=sys.stderr)
-        return 1
+    require_script(args)
+    if args.report is not None:
+        _require_writable(args.report)
     handle = turn_on(args.dtype, debug="summary" if args.report else None)
     status = failed = 0
     try:
@@ -69,27 +67,22 @@ def report(args: Namespace) -> int:
     try:
         found = read_run(args.run)
     except (OSError, ValueError) as error:
-        print(f"cannot read a run: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(f"cannot read a run: {error}", 2) from error
     page = args.output or args.run.with_suffix(".html")
     try:
         write_page(found, page)
     except ModuleNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+        raise CommandError(str(error)) from error
     except OSError as error:
-        print(f"cannot write the page: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(f"cannot write the page: {error}") from error
     print(f"written: {page}")
     return 0
 
 
-def is_there(args: Namespace) -> bool:
-    """Returns whether the script is; says so if not."""
-    if args.is_module or Path(args.script).is_file():
-        return True
-    print(f"there is no script {args.script}", file=sys.stderr)
-    return False
+def require_script(args: Namespace) -> None:
+    """Raises CommandError where there is none."""
+    if not args.is_module and not Path(args.script).is_file():
+        raise CommandError(f"there is no script {args.script}", 2)
 
 
 def turn_on(dtype: str, debug: str | None = None) -> AmpHandle:
@@ -100,14 +93,15 @@ def turn_on(dtype: str, debug: str | None = None) -> AmpHandle:
     return handle
 
 
-def _hindrance(report: Path) -> str:
-    """Returns why a report cannot be written, before hours of training; an empty text if nothing is known."""
+def _require_writable(report: Path) -> None:
+    """Raises CommandError where it is known that a report cannot be written, before hours of training."""
     if not report.parent.is_dir():
-        return f"cannot write {report}: there is no folder {report.parent}"
+        raise CommandError(f"cannot write {report}: there is no folder {report.parent}")
     if report.is_dir() or not os.access(report if report.exists() else report.parent, os.W_OK):
-        return f"cannot write {report}: it is a folder" if report.is_dir() else f"cannot write {report}: not permitted"
-    missing = [name for name in _NEEDED_BY_PAGES if report.suffix != ".json" and find_spec(name) is None]
-    return f"--report needs {missing[0]}: pip install {missing[0]}, or write JSON, run.json" if missing else ""
+        raise CommandError(f"cannot write {report}: {'it is a folder' if report.is_dir() else 'not permitted'}")
+    for name in _NEEDED_BY_PAGES:
+        if report.suffix != ".json" and find_spec(name) is None:
+            raise CommandError(f"--report needs {name}: pip install {name}, or write JSON, run.json")
 
 
 def _sum_up(handle: AmpHandle, report: Path | None) -> int:

@@ -14,26 +14,24 @@ from typing import Any
 import numpy as np
 
 from clamp.casting.results import RESULTS
+from clamp.cli import CommandError
 from clamp.cli.devices import describe, slug
-from clamp.cli.run import EnoughError, is_there, run_script, scaling, turn_on
+from clamp.cli.run import EnoughError, require_script, run_script, scaling, turn_on
 from clamp.debug.traces import Trace, Tracer
 
 
 def run(args: Namespace) -> int:
     """Runs ``trace``; see `clamp.cli`."""
-    if not is_there(args):
-        return 2
+    require_script(args)
     if args.output is None and len(args.given) > 1 and args.given[0] in ("-o", "--output"):  # behind the script's name
         args.output, args.given = Path(args.given[1]), args.given[2:]
     if args.output is None:
-        print("python -m clamp trace needs a folder: -o FOLDER", file=sys.stderr)
-        return 2
+        raise CommandError("python -m clamp trace needs a folder: -o FOLDER", 2)
     folder: Path = args.output
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"cannot write into {folder}: {error}", file=sys.stderr)
-        return 1
+        raise CommandError(f"cannot write into {folder}: {error}") from error
     status, trace = _traced(args, args.dtype, args.steps)
     if trace is None or trace.device is None:
         return status
@@ -45,30 +43,25 @@ def run(args: Namespace) -> int:
 
 def compare(args: Namespace) -> int:
     """Runs ``compare``; see `clamp.cli`."""
-    if not is_there(args):
-        return 2
+    require_script(args)
     folder: Path = args.output
     try:
         known = {file.stem: Trace.read(file) for file in sorted(folder.glob("*.json"))}
         settings = {(trace.about["dtype"], trace.about["steps"]) for trace in known.values()}
     except (ValueError, KeyError) as error:
-        print(f"{folder} has a file of other origin than `python -m clamp trace`: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(f"{folder} has a file of other origin than `python -m clamp trace`: {error}", 2) from error
     if len(settings) != 1:
         what = "traces of several dtypes or numbers of steps" if settings else "no trace"
-        print(f"{folder} has {what}: write them by `python -m clamp trace -o {folder} ...`", file=sys.stderr)
-        return 2
+        raise CommandError(f"{folder} has {what}: write them by `python -m clamp trace -o {folder} ...`", 2)
     status, trace = _traced(args, *settings.pop())
     if trace is None or trace.device is None:
         return status
     name, before = slug(trace.device), known.get(slug(trace.device))
     if before is None:
-        print(
+        raise CommandError(
             f"{folder} has no trace of {describe(trace.device)}, {name}.json, but of {', '.join(known)}: bits are the "
-            "same on one device only. Write one by `python -m clamp trace`",
-            file=sys.stderr,
+            "same on one device only. Write one by `python -m clamp trace`"
         )
-        return 1
     difference = before.first_difference(trace)
     if difference is None:
         print(f"{len(trace.values)} values are those of {folder / name}.json")

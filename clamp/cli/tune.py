@@ -6,13 +6,11 @@ events: a launch's cost is the same for every plan.
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import pyopencl as cl
 from rich.console import Console
@@ -21,9 +19,10 @@ from rich.table import Table
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.cli import INTERRUPTED
+from clamp.cli.bench.report import json_file, write_json
 from clamp.cli.bench.timing import QUICK, interleave, random_tensor
 from clamp.cli.console import make_console, print_fitting
-from clamp.cli.devices import choose_device, describe
+from clamp.cli.devices import choose_device, describe, slug
 from clamp.debug.profiler import Profiler
 from clamp.opencl import trials
 from clamp.ops.gemm import engines, tuning
@@ -52,6 +51,7 @@ def run(args: Namespace) -> int:
     if unit is None:
         print(f"{describe(device)}: there is nothing to tune: no matrix units that compute right here")
         return 0
+    file = json_file(args.json, f"tune-{slug(device)}.json") if args.json else None
     console = make_console()
     for name, verdict in unit.candidates.verdicts(queue, anew=True).items():
         if verdict != trials.RIGHT:
@@ -66,8 +66,8 @@ def run(args: Namespace) -> int:
     print_tuning(console, found, f"{unit.NAME} on {describe(device)}, TFLOP/s")
     if not is_kept:
         console.print("[yellow]not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to[/]")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"unit": unit.NAME, **asdict(found)}, indent=1) + "\n", encoding="utf-8")
+    if file is not None:
+        write_json(file, {"unit": unit.NAME, **asdict(found)})
     return status
 
 

@@ -24,6 +24,7 @@ import pyopencl as cl
 import wrapt
 
 from clamp import amp
+from clamp.cli import CommandError
 from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
@@ -65,8 +66,7 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device)
     unknown = [model for model in args.model if model not in NETWORKS and not Path(model).is_file()]
     if unknown:
-        print(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", file=sys.stderr)
-        return 2
+        raise CommandError(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", 2)
     with _folders(anew=args.list) as environment:
         with cache_writer.at_once(), _costs() as probes:
             jobs = jobs_on(device, args.model)

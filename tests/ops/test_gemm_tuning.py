@@ -16,6 +16,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.cli import main, tune
+from clamp.cli.devices import slug
 from clamp.cli.tune import LAYOUTS
 from clamp.opencl import cache, trials
 from clamp.opencl.device import capabilities
@@ -198,6 +199,21 @@ def test_tune_says_when_nothing_can_be_kept(
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
     assert main(["tune", "--device", queue.device.platform.name, "--shapes", "16x16x16"]) == 0
     assert "not kept" in capsys.readouterr().out
+
+
+def test_tune_says_before_it_measures_where_it_cannot_write(
+    queue: cl.CommandQueue, unit: _Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tune, "measure", lambda *args: None)
+    (tmp_path / "file").touch()
+    options = ["tune", "--device", queue.device.platform.name, "--json"]
+    assert main([*options, str(tmp_path / "file" / "times.json")]) == 1
+    said = capsys.readouterr()
+    assert f"cannot write {tmp_path / 'file' / 'times.json'}" in said.err
+    assert "products" not in said.out
+    assert main([*options, str(tmp_path)]) == 0
+    assert (tmp_path / f"tune-{slug(queue.device)}.json").is_file(), "of a folder, as bench does"
 
 
 def test_tune_has_nothing_to_do_on_other_devices(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import clamp
-from clamp.cli import INTERRUPTED, USUAL_WORKS
+from clamp.cli import INTERRUPTED, USUAL_WORKS, CommandError
 from clamp.cli.bench import networks
 from clamp.cli.bench.bandwidth import bandwidth_cases, cast_cases, unscale_cases
 from clamp.cli.bench.networks import Network
@@ -54,18 +53,14 @@ def run(args: Namespace) -> int:
     """Runs the command; see `clamp.cli`."""
     device = choose_device(args.device)
     began = datetime.now(UTC)
-    try:
-        file = json_file(args.json, f"{slug(device)}-{began.date()}.json") if args.json else None
-    except OSError as error:
-        print(f"cannot write {args.json}: {error}", file=sys.stderr)
-        return 1
+    file = json_file(args.json, f"{slug(device)}-{began.date()}.json") if args.json else None
     if args.plot and not args.timeline:
-        print("--plot draws a timeline: give --timeline too", file=sys.stderr)
-        return 2
+        raise CommandError("--plot draws a timeline: give --timeline too", 2)
     console = make_console()
     if args.timeline:
         only = ("step",) if args.only == USUAL_WORKS else args.only
-        return _show_timeline(args, device, networks_of(args, only), file, console)
+        _show_timeline(args, device, networks_of(args, only), file, console)
+        return 0
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device)
     bench = Bench(queue, args, QUICK if args.quick else NORMAL, began, file)
@@ -254,17 +249,14 @@ def _print_head(console: Console, head: dict[str, Any]) -> None:
 
 def _show_timeline(
     args: Namespace, device: cl.Device, found: list[Network], file: Path | None, console: Console
-) -> int:
-    """Records, prints, draws and writes what was asked for; returns the exit status."""
+) -> None:
+    """Records, prints, draws and writes what was asked for."""
     if len(found) != 1:
-        print("--timeline is of one network: give --only step, cnn, decoder, guide or resnet", file=sys.stderr)
-        return 2
+        raise CommandError("--timeline is of one network: give --only step, cnn, decoder, guide or resnet", 2)
     if args.plot and not Path(args.plot).absolute().parent.is_dir():
-        print(f"cannot draw {args.plot}: there is no such folder", file=sys.stderr)
-        return 2
+        raise CommandError(f"cannot draw {args.plot}: there is no such folder", 2)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 1
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
     timeline = timeline_of(device, found[0], args.timeline)
     title = f"{found[0]}, {args.timeline}, on {device.name.strip()}"
     print_timeline(console, timeline, title)
@@ -275,4 +267,3 @@ def _show_timeline(
         head = {"network": str(found[0]), "what": args.timeline, "device": device.name.strip()}
         write_json(file, {**head, **content_of(timeline)})
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
-    return 0

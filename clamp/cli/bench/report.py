@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from clamp.cli import CommandError
 from clamp.cli.bench.timing import Case, Race
 from clamp.cli.console import print_fitting
 
@@ -121,14 +122,17 @@ def json_file(path: str, default_name: str) -> Path:
     """The file to write: ``path``, or the default name in it if it is a folder. Folders that lack are made.
 
     Raises:
-        OSError: it cannot be written.
+        CommandError: it cannot be written.
     """
     file = Path(path)
     if file.is_dir():
         file = file / default_name
-    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error}") from error
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PermissionError(f"no permission to write {file}")
+        raise CommandError(f"cannot write {path}: no permission to write {file}")
     return file
 
 
