@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyopencl as cl
@@ -16,7 +16,7 @@ from clamp.casting.module_rules import ModuleRules, module_rules
 from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, names_in
 from clamp.casting.regions import process_region
 from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
-from clamp.compat.scalers import FaceRule, FaceScaler, require_number, setting
+from clamp.compat.scalers import FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
@@ -226,10 +226,11 @@ class GradScaler(FaceScaler):
         ValueError: an argument is none of these.
     """
 
-    _state_keys = (
-        "scale", "incr_ratio", "decr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_count",
-        "decr_count", "use_dynamic_loss_scaling",
-    )  # fmt: skip
+    _names: ClassVar[Mapping[str, str]] = {
+        "scale": "loss_scale", "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
+        "decr_every_n_nan_or_inf": "hysteresis", "incr_count": "unskipped", "decr_count": "bad_steps",
+        "use_dynamic_loss_scaling": "dynamic",
+    }  # fmt: skip
     _empty_state = "the state dict is empty: it was saved by a GradScaler that is not enabled"
     _scaling: _Scaling
 
@@ -239,8 +240,8 @@ class GradScaler(FaceScaler):
     ) -> None:  # fmt: skip
         self._dynamic = bool(use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
-        settings = incr_ratio, decr_ratio, incr_every_n_steps, decr_every_n_nan_or_inf
-        self._set_up(enable, init_loss_scaling, settings, _Scaling)
+        settings = {"growth": incr_ratio, "backoff": decr_ratio, "interval": incr_every_n_steps}
+        self._set_up(enable, init_loss_scaling, _Scaling, **settings, hysteresis=decr_every_n_nan_or_inf)
         self._scaling.moves = self._dynamic
 
     # ------------------------------------------------------------------------------------------ a step
@@ -359,24 +360,20 @@ class GradScaler(FaceScaler):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def _values(self) -> tuple[Any, ...]:
-        state, rule = self._scaling.state_dict(), self._scaling.rule
-        scale = np.array([state["loss_scale"]], np.float32)  # as Paddle has it, an array of one
-        settings = (rule.growth, rule.backoff, rule.interval, rule.hysteresis)
-        return scale, *settings, state["unskipped"], state.get("bad_steps", 0), self._dynamic
+    def _known(self) -> dict[str, Any]:
+        known = super()._known()
+        scale = np.array([known["loss_scale"]], np.float32)  # as Paddle has it, an array of one
+        return {**known, "loss_scale": scale, "dynamic": self._dynamic}
 
-    def _load(self, scale: Any, *values: Any) -> None:
-        *settings, good, bad, dynamic = values
-        for each in np.ravel(scale):
+    def _load(self, known: Mapping[str, Any]) -> None:
+        for each in np.ravel(known["loss_scale"]):
             require_number("scale", each)
-        scale = np.asarray(scale, np.float64)
+        scale = np.asarray(known["loss_scale"], np.float64)
         if scale.size != 1:
             raise ValueError(f"the scale must be one number, got an array of shape {scale.shape}")
-        rule = FaceRule.of(settings)
-        self._scaling.load_state_dict({"loss_scale": scale.item(), "unskipped": good, "bad_steps": bad})
-        self._scaling.rule = rule
+        super()._load({**known, "loss_scale": scale.item()})
         self._scaling.set_scale(scale.item())  # what a static scale's steps have left moves it no more
-        self._dynamic = self._scaling.moves = bool(dynamic)
+        self._dynamic = self._scaling.moves = bool(known["dynamic"])
         self._init_scale = scale.item()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.arguments import mapped, with_items
 from clamp.casting.policy_table import check_dtype
 from clamp.compat.regions import refuse_device
-from clamp.compat.scalers import FaceRule, FaceScaler, setting
+from clamp.compat.scalers import FaceScaler, setting
 from clamp.functions.recompute import checkpointed
 from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
 from clamp.scaling.manual import ManualScaling
@@ -49,7 +49,10 @@ class GradScaler(FaceScaler):
         TypeError: ``init_scale`` is PyTorch's device type.
     """
 
-    _state_keys = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+    _names: ClassVar[Mapping[str, str]] = {
+        "scale": "loss_scale", "growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval",
+        "_growth_tracker": "unskipped",
+    }  # fmt: skip
     _empty_state = (
         "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
     )
@@ -65,7 +68,8 @@ class GradScaler(FaceScaler):
         device: None = None,
     ) -> None:
         refuse_device("GradScaler", init_scale if isinstance(init_scale, str) else device)
-        self._set_up(enabled, init_scale, (growth_factor, backoff_factor, growth_interval), ManualScaling)
+        settings = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
+        self._set_up(enabled, init_scale, ManualScaling, **settings)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
 
@@ -152,24 +156,14 @@ class GradScaler(FaceScaler):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def _values(self) -> tuple[Any, ...]:
-        state, rule = self._scaling.state_dict(), self._scaling.rule
-        return state["loss_scale"], rule.growth, rule.backoff, rule.interval, state["unskipped"]
-
-    def _load(self, scale: Any, *values: Any) -> None:
-        *settings, tracker = values
-        rule = FaceRule.of(settings)
-        self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
-        self._scaling.rule = rule
-
     def __getstate__(self) -> dict[str, Any]:
         if self._scaling.between_updates:
             raise RuntimeError("a GradScaler can be pickled at the start of an iteration, or after update()")
         return {"enabled": self._enabled, **self._state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scale, *settings, tracker = (state[key] for key in self._state_keys)
-        self._set_up(state["enabled"], scale, tuple(settings), ManualScaling)
+        scale, growth, backoff, interval, tracker = (state[key] for key in self._names)
+        self._set_up(state["enabled"], scale, ManualScaling, growth=growth, backoff=backoff, interval=interval)
         self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
 
 

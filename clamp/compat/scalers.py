@@ -3,10 +3,10 @@ OneFlow's ``GradScaler`` and ``StaticGradScaler``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number, not {value!r}")
 
 
-#: PyTorch's and Paddle's names of a rule's fields, in the order of their arguments.
+#: PyTorch's and Paddle's names of a rule's fields.
 _CALLED = {
     "growth": "growth_factor",
     "backoff": "backoff_factor",
@@ -32,17 +32,13 @@ _CALLED = {
     "min": "min_scale",
     "max": "max_scale",
 }
+_COUNTED = ("loss_scale", "unskipped", "bad_steps")  # of a loss scale's state
 
 
 class _NamedRule(ScaleRule):
     """A rule of which messages speak in the faces' names."""
 
     called = _CALLED
-
-    @classmethod
-    def of(cls, settings: Iterable[Any], **more: Any) -> Self:
-        """Returns the rule of as many settings of a scaler's, in the order of its arguments."""
-        return cls(**dict(zip(_CALLED, settings, strict=False)), **more)
 
 
 class FaceRule(_NamedRule):
@@ -90,16 +86,14 @@ def setting(
 class FaceScaler:
     """A loss scaler under another system's names."""
 
-    _state_keys: tuple[str, ...]  # of its state dict, the scale first, then the rule's, then the counts
+    _names: ClassVar[Mapping[str, str]]  # what the keys of its state dict are called here
     _empty_state: str  # what is said of one that a disabled scaler has saved
-    _values: Callable[[], tuple[Any, ...]]  # what a state dict has under these keys; reads the device
-    _load: Callable[..., None]  # continues from such values
     _enabled: bool
     _scaling: ManualScaling
 
-    def _set_up(self, enabled: Any, scale: float, settings: tuple[Any, ...], kind: type[ManualScaling]) -> None:
+    def _set_up(self, enabled: Any, scale: float, kind: type[ManualScaling], **settings: Any) -> None:
         self._enabled = bool(enabled)
-        start, rule = (scale, FaceRule.of(settings)) if enabled else (1.0, UncheckedRule.of(settings))
+        start, rule = (scale, FaceRule(**settings)) if enabled else (1.0, UncheckedRule(**settings))
         self._scaling = kind(start, rule, around_step=session.around_step)
 
     def unscale_(self, optimizer: Any) -> None:
@@ -118,8 +112,19 @@ class FaceScaler:
         """Reports of the last 1000 steps, the newest last; a skipped one says why. Not of a disabled scaler."""
         return self._scaling.history
 
+    def _known(self) -> dict[str, Any]:
+        """What a state dict may hold, by the names that it has here; reads the device."""
+        return {**vars(self._scaling.rule), "bad_steps": 0, **self._scaling.state_dict()}
+
     def _state(self) -> dict[str, Any]:
-        return dict(zip(self._state_keys, self._values(), strict=True))
+        known = self._known()
+        return {key: known[name] for key, name in self._names.items()}
+
+    def _load(self, known: Mapping[str, Any]) -> None:
+        """Continues from what `_known` gave."""
+        rule = FaceRule(**{name: known[name] for name in _CALLED if name in known})
+        self._scaling.load_state_dict({name: known[name] for name in _COUNTED if name in known})
+        self._scaling.rule = rule
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, settings and counts under the other system's keys; empty if disabled. Reads the device.
@@ -142,11 +147,9 @@ class FaceScaler:
         require_state(state_dict, "state_dict()")
         if not state_dict:
             raise RuntimeError(self._empty_state)
-        if missing := [key for key in self._state_keys if key not in state_dict]:
-            raise ValueError(
-                f"a GradScaler's state dict has the keys {', '.join(self._state_keys)}; missing: {missing}"
-            )
-        self._load(*(state_dict[key] for key in self._state_keys))
+        if missing := [key for key in self._names if key not in state_dict]:
+            raise ValueError(f"a GradScaler's state dict has the keys {', '.join(self._names)}; missing: {missing}")
+        self._load({name: state_dict[key] for key, name in self._names.items()})
 
     def _scale_now(self) -> float:
         return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0
@@ -182,9 +185,10 @@ class GradScaler:
 
     def make(self) -> LossScale:
         """A loss scale that moves so."""
-        lowest = min(1.0, LossScale(self.init_scale).scale)
-        settings = self.growth_factor, self.backoff_factor, self.growth_interval
-        rule = _NamedRule.of(settings, min=lowest, max=LARGEST)
+        rule = _NamedRule(
+            growth=self.growth_factor, backoff=self.backoff_factor, interval=self.growth_interval,
+            min=min(1.0, LossScale(self.init_scale).scale), max=LARGEST,
+        )  # fmt: skip
         return DynamicLossScale(self.init_scale, rule)
 
 
