@@ -284,11 +284,7 @@ def run_ranks(launcher: list[str], ranks: int, *command: str, platform: str | No
 
 
 def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQueue) -> None:
-    checks = (
-        "equals_single_process,overflow_on_one_rank,repeats_together,accumulates_and_wraps,gradient_on_one_rank_only,"
-        "refuses_a_step_without_averages,broadcasts_masters"
-    )
-    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", checks, platform=queue.device.platform.name)
+    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", platform=queue.device.platform.name)
     assert status == 0, output
     assert "all well" in output
 
@@ -296,14 +292,7 @@ def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQ
 @pytest.mark.slow
 def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.CommandQueue) -> None:
     """One job, because starting one takes as long as all of these checks."""
-    checks = (
-        "what_scale_loss_refuses_reaches_the_others,no_backward_inside_is_an_error_if_it_is_nobodys,"
-        "an_error_in_a_pass_reaches_the_others,an_error_may_be_heard_late,a_pass_without_an_average_is_an_error,"
-        "a_layer_frozen_on_one_rank_is_noticed,parameters_that_part_are_noticed,"
-        "a_parameter_replaced_by_an_equal_one_is_no_difference,devices_that_round_differently_may_drift,"
-        "another_order_of_equal_parameters_is_noticed,a_pass_without_gradients_is_an_error_or_one_warning"
-    )
-    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_errors", checks, platform=queue.device.platform.name)
+    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_errors", platform=queue.device.platform.name)
     assert status == 0, output
     assert "all well" in output
 
@@ -311,10 +300,10 @@ def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.Comm
 @pytest.mark.slow
 def test_a_number_of_ranks_that_is_no_power_of_two(launcher: list[str]) -> None:
     checks = (
-        "overflow_on_one_rank,gradient_on_one_rank_only,an_error_in_a_pass_reaches_the_others,"
-        "parameters_that_part_are_noticed,a_pass_without_gradients_is_an_error_or_one_warning"
-    )
-    status, output = run_ranks(launcher, 3, "-m", "tests.ranks.mpi_errors", checks)
+        "overflow_on_one_rank", "gradient_on_one_rank_only", "an_error_in_a_pass_reaches_the_others",
+        "parameters_that_part_are_noticed", "a_pass_without_gradients_is_an_error_or_one_warning",
+    )  # fmt: skip
+    status, output = run_ranks(launcher, 3, "-m", "tests.ranks.mpi_errors", *checks)
     assert status == 0, output
 
 
