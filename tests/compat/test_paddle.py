@@ -49,27 +49,6 @@ def train(scaler: GradScaler, model: Any, optimizer: Any, data: tuple[Tensor, Te
     return float(loss.value.to_host()[0])
 
 
-def overflow(scaler: GradScaler, model: Any, optimizer: Any, data: tuple[Tensor, Tensor]) -> None:
-    """A step whose gradients hold an inf."""
-    with amp.auto_cast():
-        loss = loss_of(model, data)
-    scaler.scale(loss).backward()
-    plant(model.parameters()[0])
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-def scales(queue: cl.CommandQueue, scaler: GradScaler, steps: str) -> list[float]:
-    """The scale after each step of a training: X is one that overflows."""
-    model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
-    optimizer, seen = SGD(model.parameters(), lr=1e-4), []
-    for step in steps:
-        (overflow if step == "X" else train)(scaler, model, optimizer, data)
-        seen.append(scaler.get_loss_scaling())
-    return seen
-
-
 # ---------------------------------------------------------------------------------------------- decorate
 
 
@@ -411,26 +390,6 @@ def test_a_static_scale_needs_no_update(queue: cl.CommandQueue) -> None:
     assert scaler.get_loss_scaling() == 128.0
 
 
-def test_what_static_steps_met_does_not_move_a_scale_that_is_dynamic_later(queue: cl.CommandQueue) -> None:
-    scaler = GradScaler(init_loss_scaling=128.0, use_dynamic_loss_scaling=False)
-    assert scales(queue, scaler, "X") == [128.0]
-    scaler.load_state_dict({**scaler.state_dict(), "use_dynamic_loss_scaling": True})
-    assert scales(queue, scaler, ".") == [128.0]
-
-
-@pytest.mark.parametrize("how", ["init", "set", "load"])
-def test_an_overflow_below_one_makes_the_scale_one(queue: cl.CommandQueue, how: str) -> None:
-    settings = {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2}
-    scaler = GradScaler(init_loss_scaling=0.3 if how == "init" else 4.0, **settings)
-    if how == "set":
-        scales(queue, scaler, ".")
-        scaler.set_init_loss_scaling(0.3)
-    elif how == "load":
-        scaler.load_state_dict(GradScaler(init_loss_scaling=0.3, **settings).state_dict())
-        assert scaler.get_init_loss_scaling() == np.float32(0.3)
-    assert scales(queue, scaler, "X.XXXX..") == [np.float32(0.3)] * 3 + [1.0] * 4 + [2.0]
-
-
 def test_minimize_takes_the_arguments_of_paddles(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 16, 8), batch(queue, 8, 16, 8)
     optimizer, scaler = SGD(model.parameters(), lr=1e-3), GradScaler(init_loss_scaling=64.0)
@@ -464,23 +423,17 @@ def test_minimize_takes_the_arguments_of_paddles(queue: cl.CommandQueue) -> None
     assert_same(weights_of(model), before)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_unscale_then_clip(queue: cl.CommandQueue, level: str) -> None:
+def test_masters_are_clipped_after_unscaling(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
-    _, optimizer = amp.decorate(model, SGD(model.parameters(), lr=1.0), level=level)
+    _, optimizer = amp.decorate(model, SGD(model.parameters(), lr=1.0), level="O2")
     scaler = GradScaler(init_loss_scaling=256.0)
-    with amp.auto_cast(level=level):
+    with amp.auto_cast(level="O2"):
         loss = loss_of(model, data)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
     clip_grad_norm(model.parameters(), 1e-3)
     before = [master.to_host().copy() for master in amp.master_params(optimizer)]
     scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optimizer)
-    scaler.update()
     moved = np.sqrt(
         sum(((m.to_host() - b) ** 2).sum() for m, b in zip(amp.master_params(optimizer), before, strict=True))
     )

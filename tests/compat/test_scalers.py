@@ -1,20 +1,25 @@
 """The loss scalers of three faces, PyTorch's, Paddle's and netcl's, as one table of transitions: which calls move the
-scale to where, and which are refused."""
+scale to where, and which are refused; and steps of a network with each."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import netcl.amp
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.optim import SGD
+from netcl import optim
+from netcl.optim import SGD, AdamW, clip_grad_norm, clip_grad_norm_device
 
 from clamp import amp, session
 from clamp.compat import paddle
+from tests.conformance.runner import counted_host_reads
+from tests.networks import batch, loss_of, mlp, weights_of
+from tests.reference import assert_same
 from tests.scaling.test_overflow import plant
 from tests.scaling.test_shared import parameter, summed
 
@@ -25,6 +30,7 @@ class Pytorch:
     """PyTorch's names: of arguments, of the state's keys, of getters and setters with the setters' arguments."""
 
     scaler = amp.GradScaler
+    region: Callable[[], Any] = amp.autocast
     arguments: ClassVar = {
         "scale": "init_scale",
         "up": "growth_factor",
@@ -42,6 +48,9 @@ class Pytorch:
     def scale_of(self) -> float:
         return self.one.get_scale()
 
+    def set_scale(self, scale: float) -> None:
+        self.one.update(scale)
+
     def scale(self, loss: Any) -> Any:
         return self.one.scale(loss)
 
@@ -54,6 +63,7 @@ class Pytorch:
 
 class Paddle(Pytorch):
     scaler = paddle.GradScaler
+    region = amp.auto_cast
     arguments: ClassVar = {
         "scale": "init_loss_scaling", "up": "incr_ratio", "down": "decr_ratio", "every": "incr_every_n_steps",
         "bad": "decr_every_n_nan_or_inf", "dynamic": "use_dynamic_loss_scaling",
@@ -69,12 +79,19 @@ class Paddle(Pytorch):
     def scale_of(self) -> float:
         return self.one.get_loss_scaling()
 
+    def set_scale(self, scale: float) -> None:
+        self.one.set_init_loss_scaling(scale)
+
 
 class Netcl(Pytorch):
     scaler = netcl.amp.GradScaler
+    region = netcl.amp.autocast
 
     def scale_of(self) -> float:
         return self.one.scale  # type: ignore[return-value]
+
+    def set_scale(self, scale: float) -> None:
+        self.one._scale = scale
 
     def scale(self, loss: Any) -> Any:
         return self.one.scale_loss(loss)
@@ -135,6 +152,20 @@ def under(request: pytest.FixtureRequest) -> str:
         amp.init()
     session.ensure_patched()  # as autocast does
     return request.param
+
+
+#: each face with each of what may be around it; netcl's own is one of clamp's under a handle only
+DOORS = [*itertools.product(OURS, ["autocast alone", "under a handle"]), ("netcl", "under a handle")]
+
+
+@pytest.fixture(params=DOORS, ids=" ".join)
+def door(request: pytest.FixtureRequest) -> str:
+    """A face, as `under` has it."""
+    face, around = request.param
+    if around == "under a handle":
+        amp.init()
+    session.ensure_patched()
+    return face
 
 
 # ---------------------------------------------------------------------------------------------- transitions
@@ -343,6 +374,25 @@ def test_a_state_continues_identically(queue: cl.CommandQueue, under: str, face:
         assert other.scaler.one.state_dict() == run.scaler.one.state_dict()
 
 
+@pytest.mark.parametrize("how", ["init", "set", "load"])
+def test_an_overflow_below_one_makes_paddles_scale_one(queue: cl.CommandQueue, how: str) -> None:
+    run = Run(queue, "paddle", scale=0.3 if how == "init" else 4.0, every=2, bad=2)
+    if how == "set":
+        run.calls(".")
+        run.scaler.set_scale(0.3)
+    elif how == "load":
+        run.scaler.one.load_state_dict(Run(queue, "paddle", scale=0.3, every=2, bad=2).scaler.one.state_dict())
+        assert run.scaler.one.get_init_loss_scaling() == np.float32(0.3)
+    assert run.calls("X . X X X X . .") == [np.float32(0.3)] * 3 + [1.0] * 4 + [2.0]
+
+
+def test_what_static_steps_met_does_not_move_a_scale_that_is_dynamic_later(queue: cl.CommandQueue) -> None:
+    run = Run(queue, "paddle", scale=128.0, dynamic=False)
+    assert run.calls("X") == [128.0]
+    run.scaler.one.load_state_dict({**run.scaler.one.state_dict(), "use_dynamic_loss_scaling": True})
+    assert run.calls(".") == [128.0]
+
+
 @pytest.mark.parametrize("face", OURS)
 @pytest.mark.parametrize(
     ("name", "value"), [("scale", 0.0), ("scale", True), ("scale", "x"), ("up", 1.0), ("tracker", -1)]
@@ -359,3 +409,70 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name: str, value: Any, fac
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})
     assert scaler.state_dict() == state
+
+
+# ---------------------------------------------------------------------------------------------- steps of a network
+
+
+class Steps:
+    """A network, its optimizer and a face's scaler."""
+
+    def __init__(self, queue: cl.CommandQueue, face: str, make: Callable[..., Any] = SGD) -> None:
+        self.model, self.data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
+        self.params = self.model.parameters()
+        self.optimizer, self.scaler = make(self.params, lr=1e-3), FACES[face]()
+
+    def backward(self) -> list[np.ndarray]:
+        """The gradients of the scaled loss."""
+        self.optimizer.zero_grad()
+        with type(self.scaler).region():
+            loss = loss_of(self.model, self.data)
+        self.scaler.scale(loss).backward()
+        return [param.grad.to_host().copy() for param in self.params]
+
+    def finish(self) -> None:
+        if type(self.scaler) is not Netcl:  # whose says whether any is inf, and reads it
+            self.scaler.unscale(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.one.update()
+
+
+def test_a_step_reads_32_bytes_and_compiles_nothing(
+    queue: cl.CommandQueue, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a new scale, too."""
+    steps = Steps(queue, door)
+    steps.backward()
+    steps.finish()
+    steps.scaler.set_scale(2.0**12)
+    steps.backward()
+
+    def no_program(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled a program")
+
+    monkeypatch.setattr(cl, "Program", no_program)
+    with counted_host_reads(monkeypatch) as reads:
+        steps.finish()
+    assert reads == ["copy of 32 bytes"]
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device, optim.clip_grad_norm])
+def test_gradients_are_clipped_once_they_are_unscaled(queue: cl.CommandQueue, door: str, clip: Any) -> None:
+    """By their true norm. What is scaled still is neither clipped nor stepped on."""
+    steps = Steps(queue, door, AdamW)
+    scaled, before = steps.backward(), weights_of(steps.model)
+    with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.unscale_"):
+        clip(iter(steps.params), 1.0)
+    for options in ({}, {"max_norm": 1.0}):
+        with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.step"):
+            steps.optimizer.step(**options)
+    assert_same([param.grad.to_host() for param in steps.params], scaled)
+    assert_same(weights_of(steps.model), before)
+    steps.scaler.unscale(steps.optimizer)
+    true = [grad.astype(np.float64) / 2**16 for grad in scaled]
+    norm = np.sqrt(sum((grad**2).sum() for grad in true))
+    clip(steps.params, norm / 2)
+    for param, grad in zip(steps.params, true, strict=True):
+        np.testing.assert_allclose(param.grad.to_host(), grad / 2, rtol=1e-5, atol=1e-8)
+    steps.scaler.step(steps.optimizer)
+    assert not np.array_equal(weights_of(steps.model)[0], before[0])
