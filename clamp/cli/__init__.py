@@ -23,6 +23,7 @@ from clamp.casting.policy_table import CastPolicy
 from clamp.cli.devices import DEVICE_HELP, UnknownDeviceError
 from clamp.opencl.device import NoDeviceError
 
+NOT_KEPT = "not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to"
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
 USUAL_WORKS = ("gemm", "conv", "attention", "bandwidth", "cast", "unscale", "step", "cnn")
 SMALL_WORKS = ("first-step", "small")  # mostly Python's

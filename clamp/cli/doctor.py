@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -117,17 +115,6 @@ def _facts(device: cl.Device) -> Iterator[tuple[str, str]]:
     yield "extensions", device.extensions.strip()
 
 
-_DROPS_ITS_CONTEXT = """
-import sys
-import clamp
-import pyopencl as cl
-platform, number = map(int, sys.argv[1:])
-device = cl.get_platforms()[platform].get_devices()[number]
-queue = cl.CommandQueue(cl.Context([device]), device)
-cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
-"""
-
-
 def _order(device: cl.Device) -> str:
     """Returns which queues of a device can be used, and whether netcl's own is one of them."""
     default = manager.default()
@@ -139,12 +126,18 @@ def _order(device: cl.Device) -> str:
 
 def _fate_of_a_context(device: cl.Device) -> str:
     """Whether a queue keeps its context alive, tried in a process of its own: a driver may do more than refuse."""
-    place = cache_writer.place_of(device)
-    tried = subprocess.run([sys.executable, "-c", _DROPS_ITS_CONTEXT, *map(str, place)], capture_output=True, text=True)
-    if tried.returncode == 0:
+    command = cache_writer.command(__name__, "drop_a_context", cache_writer.place_of(device))
+    _, error = cache_writer.outcome(command, cache_writer.environment())
+    if not error:
         return "kept alive by its queues"
-    error = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
     return f"NOT kept alive by its queues: hold on to it in a variable of your own ({error.rpartition(': ')[2]})"
+
+
+def drop_a_context() -> None:
+    """Uses a queue whose context nobody else holds."""
+    device = cache_writer.device_at(cache_writer.given())
+    queue = cl.CommandQueue(cl.Context([device]), device)
+    cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
 
 
 def _matrix_units(queue: cl.CommandQueue) -> Iterator[tuple[str, str]]:

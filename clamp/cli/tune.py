@@ -18,7 +18,7 @@ from rich.table import Table
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.cli import INTERRUPTED
+from clamp.cli import INTERRUPTED, NOT_KEPT
 from clamp.cli.bench.report import json_file, write_json
 from clamp.cli.bench.timing import QUICK, interleave, random_tensor
 from clamp.cli.console import make_console, print_fitting
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
     is_kept = tuning.keep(device, unit.where, unit.trial_key, found)
     print_tuning(console, found, f"{unit.NAME} on {describe(device)}, TFLOP/s")
     if not is_kept:
-        console.print("[yellow]not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to[/]")
+        console.print(f"[yellow]{NOT_KEPT}[/]")
     if file is not None:
         write_json(file, {"unit": unit.NAME, **asdict(found)})
     return status

@@ -24,13 +24,13 @@ import pyopencl as cl
 import wrapt
 
 from clamp import amp
-from clamp.cli import CommandError
+from clamp.cli import NOT_KEPT, CommandError
 from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
 from clamp.cli.run import EnoughError, run_file
 from clamp.interrupts import holding
-from clamp.opencl import cache_writer, program
+from clamp.opencl import cache, cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built
 from clamp.opencl.progress import PROGRESS
@@ -84,6 +84,8 @@ def run(args: Namespace) -> int:
         _print_list(list(costs.values()))
     taken = perf_counter() - began
     print(f"{len(costs)} programs compiled in {taken:.1f} s" if costs else "nothing to compile: all is there already")
+    if costs and not args.list and not cache.keeps():
+        raise CommandError(NOT_KEPT)
     return int(any(failure for _, failure in outcomes))
 
 

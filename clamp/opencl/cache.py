@@ -17,6 +17,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -140,6 +141,18 @@ def write(file: Path, content: bytes) -> None:
             os.unlink(temporary)
     except OSError:  # a disk that is full or read-only
         pass
+
+
+def keeps() -> bool:
+    """Whether a later process finds what this one leaves: tried with a file."""
+    file = file_for(["whether it is kept", os.getpid()], ".trial")
+    if file is None:
+        return False
+    write(file, b"")
+    is_kept = read(file, bytes) is not None
+    with suppress(OSError):
+        file.unlink(missing_ok=True)
+    return is_kept
 
 
 def _folder() -> Path | None:

@@ -104,6 +104,18 @@ def test_a_script_that_makes_no_step_has_its_programs_compiled(device: str, tmp_
     assert list((tmp_path / "kept").glob("*.program"))
 
 
+@pytest.mark.parametrize("folder", ["off", "file/programs"])
+def test_what_no_later_process_finds_is_said(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CLAMP_CACHE_DIR", folder if folder == "off" else str(tmp_path / folder))
+    script = tmp_path / "infer.py"
+    script.write_text(INFERENCE.format(device=device))
+    assert main(["warm", "--device", device, "--model", str(script)]) == 1
+    assert "not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
