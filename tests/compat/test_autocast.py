@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
 import types
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.amp import autocast as netcl_autocast
+from netcl.amp import is_autocast_enabled
 from netcl.autograd import apply_op
 from netcl.ops.matmul import matmul as tensor_matmul
 from netcl.optim import SGD
@@ -44,24 +47,59 @@ def product(x: Node) -> str:
 # ---------------------------------------------------------------------------------------------- autocast
 
 
+#: What opens a region in which ops cast, and one in which they do not, by face. netcl's is one of clamp's under a
+#: handle only, and casts to that one's dtype.
+REGIONS: dict[str, tuple[Callable[[str], Any], Callable[[], Any]]] = {
+    "pytorch": (lambda dtype: amp.autocast(dtype=dtype), lambda: amp.autocast(enabled=False)),
+    "paddle": (lambda dtype: amp.auto_cast(dtype=dtype), lambda: amp.auto_cast(enable=False)),
+    "netcl": (lambda dtype: netcl_autocast(), lambda: netcl_autocast(enabled=False)),
+}
+DOORS = [*itertools.product(["pytorch", "paddle"], [False, True]), ("netcl", True)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_regions_nest_and_restore(x: Node, dtype: str) -> None:
+@pytest.mark.parametrize(("face", "under_a_handle"), DOORS)
+def test_regions_nest_and_restore(x: Node, face: str, under_a_handle: bool, dtype: str) -> None:
+    """Also where they end with an error. They are of one thread."""
+    casts, island = REGIONS[face]
+    if under_a_handle:
+        amp.init(dtype=dtype)
+    else:
+        session.ensure_patched()
+
+    def here() -> tuple[str, bool]:
+        assert amp.is_autocast_enabled() == is_autocast_enabled()
+        return product(x), amp.is_autocast_enabled()
+
+    outside = here()
+    assert outside == ((dtype, True) if under_a_handle else ("float32", False))
+    with casts(dtype):
+        assert (here(), amp.get_autocast_dtype()) == ((dtype, True), dtype)
+        with island():
+            assert here() == ("float32", False)
+            with casts(dtype):
+                assert here() == (dtype, True)
+            for error in (ValueError, KeyboardInterrupt):
+                with pytest.raises(error), casts(dtype), island():
+                    raise error
+            assert here() == ("float32", False)
+            seen: list[Any] = []
+            thread = threading.Thread(target=lambda: seen.append(here()))
+            thread.start()
+            thread.join()
+            assert seen == [outside]
+        assert here() == (dtype, True)
+    assert here() == outside
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_region_has_the_dtype_of_the_one_around_or_its_own(x: Node, dtype: str) -> None:
     other = "bfloat16" if dtype == "float16" else "float16"
-    assert product(x) == "float32"
-    with amp.autocast(dtype=dtype):
-        assert product(x) == dtype
-        with amp.autocast(enabled=False):
-            assert product(x) == "float32"
-            assert not amp.is_autocast_enabled()
-            with amp.autocast():
-                assert product(x) == dtype  # the dtype of the region around
-            with amp.autocast(dtype=other):
-                assert (product(x), amp.get_autocast_dtype()) == (other, other)
-            assert product(x) == "float32"
-        assert (product(x), amp.get_autocast_dtype()) == (dtype, dtype)
-        assert amp.is_autocast_enabled()
-    assert product(x) == "float32"
-    assert not amp.is_autocast_enabled()
+    with amp.autocast(dtype=dtype), amp.autocast(enabled=False):
+        with amp.autocast():
+            assert (product(x), amp.get_autocast_dtype()) == (dtype, dtype)
+        with amp.autocast(dtype=other):
+            assert (product(x), amp.get_autocast_dtype()) == (other, other)
 
 
 def test_an_island_takes_half_inputs_without_casting_them(x: Node) -> None:
@@ -73,13 +111,16 @@ def test_an_island_takes_half_inputs_without_casting_them(x: Node) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_as_a_decorator_also_recursively(x: Node, dtype: str) -> None:
-    @amp.autocast(dtype=dtype)
+@pytest.mark.parametrize("face", ["pytorch", "paddle"])
+def test_as_a_decorator_also_recursively(x: Node, face: str, dtype: str) -> None:
+    @REGIONS[face][0](dtype)
     def forward(depth: int) -> list[str]:
         """The docstring."""
         return [product(x), *(forward(depth - 1) if depth else [])]
 
     assert forward(2) == [dtype] * 3
+    with REGIONS[face][1]():
+        assert forward(1) == [dtype] * 2
     assert forward.__doc__ == "The docstring."
     assert product(x) == "float32"
 
@@ -183,14 +224,6 @@ def test_one_object_can_be_entered_again(x: Node) -> None:
         assert product(x) == "float32"
 
 
-def test_an_exception_ends_the_region(x: Node) -> None:
-    for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), amp.autocast(), amp.autocast(enabled=False):
-            raise error
-        assert product(x) == "float32"
-        assert not amp.is_autocast_enabled()
-
-
 def test_it_is_of_one_thread(x: Node) -> None:
     seen: dict[str, str] = {}
     inside, looked = threading.Event(), threading.Event()
@@ -212,16 +245,6 @@ def test_it_is_of_one_thread(x: Node) -> None:
         assert product(x) == "float16"
     thread.join()
     assert seen == {"without": "float32", "within": "float16", "after": "float32"}
-
-
-def test_under_init_it_acts_on_its_thread_alone(x: Node) -> None:
-    seen: list[str] = []
-    with amp.init(), amp.autocast(enabled=False):
-        thread = threading.Thread(target=lambda: seen.append(product(x)))
-        thread.start()
-        thread.join()
-        assert product(x) == "float32"
-    assert seen == ["float16"]
 
 
 def test_the_weight_cache_lives_until_the_outermost_region_ends(queue: cl.CommandQueue) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -109,28 +108,6 @@ def test_after_shutdown_netcl_is_as_before(queue: cl.CommandQueue) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- autocast
-
-
-def test_autocast_nests_and_has_islands(queue: cl.CommandQueue, dtype: str) -> None:
-    x = ag.tensor(to_device(queue, np.ones((2, 2))))
-
-    def product() -> str:
-        return ag.matmul(x, x).value.dtype
-
-    assert product() == dtype
-    with autocast(enabled=False):
-        assert (product(), is_autocast_enabled()) == ("float32", False)
-        with autocast(device_queue=queue):
-            assert (product(), is_autocast_enabled()) == (dtype, True)
-        with pytest.raises(ValueError, match="inside"), autocast():
-            raise ValueError("inside")
-        assert product() == "float32"
-        seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.extend([product(), is_autocast_enabled()]))
-        thread.start()
-        thread.join()
-        assert seen == [dtype, True]
-    assert (product(), is_autocast_enabled()) == (dtype, True)
 
 
 def test_init_inside_of_netcls_autocast(queue: cl.CommandQueue) -> None:

@@ -334,21 +334,6 @@ def test_custom_lists(queue: cl.CommandQueue) -> None:
             amp.auto_cast(**bad)
 
 
-def test_auto_cast_nests_and_decorates(queue: cl.CommandQueue) -> None:
-    x = ag.tensor(to_device(queue, np.ones((4, 4))))
-
-    @amp.auto_cast(dtype="bfloat16")
-    def product() -> str:
-        return ag.matmul_op(x, x).value.dtype
-
-    assert product() == product() == "bfloat16"
-    with amp.auto_cast():
-        with amp.auto_cast(enable=False):
-            assert ag.matmul_op(x, x).value.dtype == "float32"
-        assert product() == "bfloat16"
-        assert ag.matmul_op(x, x).value.dtype == "float16"
-
-
 # ---------------------------------------------------------------------------------------------- loss scaling
 
 
