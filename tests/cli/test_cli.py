@@ -16,6 +16,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
+from clamp import session
 from clamp.casting.policy_table import CastPolicy, default_table
 from clamp.casting.registry import OWNED
 from clamp.cli import doctor, main
@@ -287,15 +288,6 @@ def test_steps_of_small_networks_are_timed_on_threads_that_are_not_pinned(
     assert json.loads(seen.read_text()) == [affinity, "1"]
 
 
-def test_bench_says_when_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    target = str(tmp_path / "file" / "result.json")
-    assert main([*TINY, "--only", "cast", "--no-peers", "--json", target]) == 1
-    captured = capsys.readouterr()
-    assert target in captured.err
-    assert captured.out == ""  # it says so before it measures
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -358,9 +350,42 @@ def test_a_command_ends_in_one_line_when_it_is_interrupted(
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
-def test_bench_lists_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--device", "abacus"]) == 2
-    assert describe(list_devices()[0]) in capsys.readouterr().err
+#: arguments, the exit status, what is said on standard error; DEVICE is the first of the devices
+REFUSED: list[tuple[list[str], int, str]] = [
+    *(([command, "--device", "abacus"], 2, "no OpenCL device is called 'abacus'; found:\n  0: DEVICE")
+      for command in ("bench", "tune", "warm")),
+    ([*TINY, "--only", "cast", "--no-peers", "--json", "file/result.json"], 1, "cannot write file/result.json"),
+    (["bench", "--plot", "x.png"], 2, "give --timeline"),
+    (["bench", "--timeline", "--plot", "/no/such/folder/x.png"], 2, "no such folder"),
+    (["bench", "--timeline", "--only", "step,cnn"], 2, "give --only"),
+    (["lists", "softmax", "--device", "abacus"], 2, "no OpenCL device is called"),
+    (["lists", "softmax", "--policy", "half"], 2, "'softmax' means has the policy 'half' at level O1"),
+    (["lists", "matmull"], 2, "netcl.autograd.matmul_op"),
+    (["lists", "qqqqqq"], 2, "python -m clamp lists"),
+    *((["lists", name], 2, "examples/rnn_cell.py makes an LSTM cell") for name in ("LSTM", "GRUCell", "nn.RNN")),
+    (["run", "nowhere.py"], 2, "there is no script nowhere.py"),
+    (["run", "--report", "nowhere/run.html", "there.py"], 1, "there is no folder nowhere"),
+    (["run", "--report", "folder", "there.py"], 1, "cannot write folder: it is a folder"),
+    (["run", "--report", "run.html", "there.py"], 1, "--report needs jinja2: pip install jinja2, or write JSON"),
+    (["warm", "--model", "resnet"], 2, "resnet is none of mlp, cnn, lm, and no script"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "status", "says"), REFUSED)
+def test_what_cannot_be_done_is_said_before_anything_is(
+    arguments: list[str], status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").write_text("raise AssertionError", encoding="utf-8")
+    Path("file").touch()
+    Path("folder").mkdir()
+    monkeypatch.setattr("clamp.cli.run.find_spec", lambda name: None)  # jinja2 and matplotlib are not installed
+    assert main(arguments) == status
+    said = capsys.readouterr()
+    assert says.replace("DEVICE", describe(list_devices()[0])) in said.err
+    assert said.out == ""
+    assert session.active_handle() is None
 
 
 def test_a_command_without_rich_says_what_to_install(
@@ -827,11 +852,6 @@ def test_lists_searches_by_layer_part_and_policy(
     assert absent not in out
 
 
-def test_lists_says_when_no_function_has_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", "softmax", "--policy", "half"]) == 2
-    assert "'softmax' means has the policy 'half' at level O1" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("columns", [40, 60, 80])
 @pytest.mark.parametrize("name", [None, "pool2", "netcl.autograd.conv2d"])
 def test_lists_fits_a_terminal(
@@ -855,11 +875,6 @@ def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "softmax.cl" in out
 
 
-def test_lists_names_the_devices_when_none_has_the_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", "softmax", "--device", "no such device"]) == 2
-    assert "no OpenCL device is called" in capsys.readouterr().err
-
-
 def test_every_function_that_clamp_implements_names_its_kernels() -> None:
     for name, function in OWNED.items():
         found = reached(function)
@@ -874,16 +889,6 @@ def test_every_kernel_file_is_named_for_a_function() -> None:
     observed = {"notes.cl", "numerics.cl", "squares.cl", "statistics.cl"}
     others = {"layer_scale.cl", "loss_scale.cl", "multi_tensor.cl", "optimizer_step.cl", "probe.cl", "transfer.cl"}
     assert there - named == observed | others
-
-
-def test_lists_suggests_names_for_one_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", "matmull"]) == 2
-    assert "netcl.autograd.matmul_op" in capsys.readouterr().err
-    assert main(["lists", "qqqqqq"]) == 2
-    assert "python -m clamp lists" in capsys.readouterr().err
-    for name in ("LSTM", "GRUCell", "nn.RNN"):
-        assert main(["lists", name]) == 2
-        assert "examples/rnn_cell.py makes an LSTM cell" in capsys.readouterr().err
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

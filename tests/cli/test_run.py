@@ -16,7 +16,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp import amp, session
+from clamp import amp
 from clamp.cli import main
 from clamp.cli import run as command
 from clamp.handle import NoOpHandle
@@ -583,28 +583,6 @@ def test_a_process_of_its_own(queue: cl.CommandQueue, tmp_path: Path) -> None:
     run = read_run(report)
     assert len(run["steps"]) == 1
     assert any("linear" in op["op"] for op in run["ops"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["nowhere.py"], 2, "there is no script nowhere.py"),
-        (["--report", "nowhere/run.html", "there.py"], 1, "there is no folder nowhere"),
-        (["--report", "folder", "there.py"], 1, "cannot write folder: it is a folder"),
-        (["--report", "run.html", "there.py"], 1, "--report needs jinja2: pip install jinja2, or write JSON"),
-    ],
-)
-def test_what_is_wrong_before_the_script_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str],
-    status: int, message: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    Path("there.py").write_text("raise AssertionError", encoding="utf-8")
-    Path("folder").mkdir()
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert main(["run", *arguments]) == status
-    assert message in capsys.readouterr().err
-    assert session.active_handle() is None
 
 
 def test_a_reader_that_has_left_is_no_error_of_clamps(tmp_path: Path) -> None:

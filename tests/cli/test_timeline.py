@@ -105,24 +105,6 @@ def test_a_queue_without_times_is_an_error(queue: cl.CommandQueue) -> None:
         timeline(recorder, 1.0)
 
 
-def test_a_timeline_is_of_one_network(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*STEP, "--only", "step,cnn", "--device", queue.device.platform.name]) == 2
-    assert "give --only" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["bench", "--plot", "x.png"], "give --timeline"), ([*STEP, "--plot", "/no/such/folder/x.png"], "no such folder")],
-)
-def test_a_picture_that_cannot_be_is_refused_before_the_step(
-    arguments: list[str], message: str, queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--device", queue.device.platform.name]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
 def test_the_figures_of_a_timeline() -> None:
     commands = (
         Command("a", "kernel", 0.0, 0.5, 1.0, 2.0),

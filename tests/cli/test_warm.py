@@ -136,18 +136,6 @@ def test_a_script_that_fails_is_reported(
     assert [line for line in said if not line.startswith("clamp: compiling")] == [f"{script}: {says}"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--model", "resnet"], "resnet is none of mlp, cnn, lm, and no script"),
-        (["--device", "abacus"], "no OpenCL device is called 'abacus'"),
-    ],
-)
-def test_what_does_not_exist_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["warm", *arguments]) == 2
-    assert says in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", warm.NETWORKS)
 def test_networks(device: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
