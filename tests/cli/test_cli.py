@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -95,14 +96,29 @@ def test_bench_measures_every_kind_of_work_in_every_dtype(result: dict) -> None:
     assert {row["case"] for row in result["rows"] if row["work"] == "gemm"} == {"NN 32", "NT 32", "TN 32"}
 
 
+Bench = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def bench(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The benchmark on the device under test, without peers: the rows that it writes to result.json."""
+    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
+
+    def run(*arguments: str, status: int = 0) -> list[dict[str, Any]]:
+        file = tmp_path / "new" / "result.json"
+        options = ["--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
+        assert main([*TINY, *arguments, *options]) == status
+        rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+        return rows
+
+    return run
+
+
 @pytest.mark.slow
-def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_times_small_steps(queue: cl.CommandQueue, bench: Bench) -> None:
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
-    monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
-    arguments = ["--small", "--no-peers", "--no-netcl", "--device", queue.device.platform.name]
-    assert main(["bench", "--quick", *arguments, "--json", str(tmp_path / "small.json")]) == 0
-    rows = json.loads((tmp_path / "small.json").read_text())["rows"]
+    rows = bench("--small", "--no-netcl")
     calls = [row["contender"] for row in rows if row["work"] == "calls"]
     assert set(calls) == {"disable_casts()"}, "netcl's own were not asked for"
     assert len(calls) >= 5
@@ -114,14 +130,8 @@ def test_bench_times_small_steps(queue: cl.CommandQueue, tmp_path: Path, monkeyp
 
 @pytest.mark.once
 @pytest.mark.slow
-def test_bench_measures_the_memory_of_loops(
-    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
-    sizes = ["--step", "7x32x8", "--cnn", "2", "--decoder", "2x8x32"]
-    arguments = ["--memory", "--no-netcl", *sizes, "--device", queue.device.platform.name]
-    assert main(["bench", "--quick", *arguments, "--json", str(tmp_path / "memory.json")]) == 0
-    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+def test_bench_measures_the_memory_of_loops(bench: Bench) -> None:
+    rows = bench("--memory", "--no-netcl", "--step", "7x32x8")
     assert len({row["case"] for row in rows if row["work"] == "checkpoint"}) == 3
     bytes_of = {(row["case"], row["contender"]): row["median"] for row in rows if row["work"] == "memory"}
     for (case, name), found in bytes_of.items():
@@ -137,17 +147,14 @@ def test_bench_measures_the_memory_of_loops(
 
 @pytest.mark.once
 @pytest.mark.slow
-def test_bench_measures_first_steps(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_first_steps(queue: cl.CommandQueue, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """This checkout beside itself: what was compiled, and that a second process finds it."""
     if is_simulator(queue.device):
         pytest.skip("too slow to simulate")
     monkeypatch.setenv("CLAMP_CACHE_LATER", "")
     monkeypatch.setattr(steps, "NETWORKS", {"mlp": MLP})
     monkeypatch.setattr(command, "QUICK", Effort(rounds=1, seconds=0.0, least=1, most=1))
-    arguments = ["--first-step", "--no-peers", "--against", str(Path(__file__).parents[2])]
-    arguments += ["--device", queue.device.platform.name, "--json", str(tmp_path / "first.json")]
-    assert main(["bench", "--quick", *arguments]) == 0
-    rows = json.loads((tmp_path / "first.json").read_text())["rows"]
+    rows = bench("--first-step", "--against", str(Path(__file__).parents[2]))
     assert [row["contender"] for row in rows] == ["clamp", f"clamp in {Path(__file__).parents[2].name}"] * 2
     assert all(row["extra"]["later"] == 0 for row in rows), "a ragged batch was compiled for"
     cold, second = rows[0], rows[2]
@@ -199,27 +206,18 @@ def test_activations_take_less_memory_in_16_bits(result: dict) -> None:
 
 
 def test_bench_measures_only_what_is_asked_for(
-    queue: cl.CommandQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert {row["work"] for row in bench("--only", "cast")} == {"cast"}
     file = tmp_path / "new" / "result.json"
-    only = ["--only", "cast", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
-    assert main([*TINY, *only]) == 0
-    content = json.loads(file.read_text())
-    assert {row["work"] for row in content["rows"]} == {"cast"}
-    assert list(content["peers"]) == ["threads"]
+    assert list(json.loads(file.read_text())["peers"]) == ["threads"]
     out = capsys.readouterr().out
     assert "copy kernel" in out
     assert str(file) in out
 
 
-def test_bench_compares_the_levels_in_the_network_of_paddles_guide(
-    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
-    file = tmp_path / "result.json"
-    arguments = ["--only", "guide", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
-    assert main([*TINY, *arguments]) == 0
-    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == "guide"]
+def test_bench_compares_the_levels_in_the_network_of_paddles_guide(bench: Bench) -> None:
+    rows = [row for row in bench("--only", "guide") if row["work"] == "guide"]
     halves = [f"clamp {dtype} {level}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2")]
     assert [row["contender"] for row in rows] == ["netcl", "clamp float32", *halves]
     losses = [row["extra"]["first_loss"] for row in rows]
@@ -229,21 +227,15 @@ def test_bench_compares_the_levels_in_the_network_of_paddles_guide(
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["resnet", "decoder"])
-def test_bench_times_modules_of_netcl(
-    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: str
-) -> None:
-    monkeypatch.setattr(command, "QUICK", Effort(rounds=2, seconds=0.0, least=1, most=1))
-    file = tmp_path / "result.json"
-    arguments = ["--no-netcl", "--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
-    assert main([*TINY, "--only", network, *arguments]) == 0
-    rows = [row for row in json.loads(file.read_text())["rows"] if row["work"] == network]
+def test_bench_times_modules_of_netcl(bench: Bench, network: str) -> None:
+    rows = [row for row in bench("--only", network, "--no-netcl") if row["work"] == network]
     assert [row["contender"] for row in rows] == ["clamp float32", "clamp float16", "clamp bfloat16"]
 
 
 def test_bench_writes_what_it_has_after_each_case(
-    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "result.json"
+    file = tmp_path / "new" / "result.json"
     written: list[set[str]] = []
 
     def cut_off(*args: object) -> object:
@@ -251,11 +243,10 @@ def test_bench_writes_what_it_has_after_each_case(
         raise MemoryError
 
     monkeypatch.setattr(command, "unscale_cases", cut_off)
-    arguments = ["--only", "gemm,unscale", "--layouts", "TT", "--no-peers", "--no-netcl", "--json", str(file)]
     with pytest.raises(MemoryError):
-        main([*TINY, *arguments, "--device", queue.device.platform.name])
+        bench("--only", "gemm,unscale", "--layouts", "TT", "--no-netcl")
     assert written == [{"TT 32"}]
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) -> None:
@@ -309,34 +300,27 @@ def test_bench_refuses_arguments_that_mean_nothing(arguments: list[str], capsys:
 
 
 def test_bench_prints_what_it_has_when_it_is_interrupted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: object) -> object:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "unscale_cases", interrupted)
-    file = tmp_path / "result.json"
-    assert main([*TINY, "--only", "cast,unscale", "--no-peers", "--json", str(file)]) == 130
+    rows = bench("--only", "cast,unscale", status=130)
     captured = capsys.readouterr()
     assert "copy kernel" in captured.out
     assert "interrupted" in captured.out
     assert captured.err == ""
-    content = json.loads(file.read_text())
-    assert {row["work"] for row in content["rows"]} == {"cast"}
-    assert "interrupted" in content["notes"][-1]
+    assert {row["work"] for row in rows} == {"cast"}
+    assert "interrupted" in json.loads((tmp_path / "new" / "result.json").read_text())["notes"][-1]
 
 
-def test_bench_keeps_the_case_in_which_it_is_interrupted(
-    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_keeps_the_case_in_which_it_is_interrupted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(turns: Any, *others: Any) -> Race:
         return Race({"copy kernel": Timing((1.0,))}, {}, interrupted=True)
 
     monkeypatch.setattr(command, "interleave", interrupted)
-    file = tmp_path / "result.json"
-    options = ["--no-peers", "--device", queue.device.platform.name, "--json", str(file)]
-    assert main([*TINY, "--only", "cast,unscale", *options]) == 130
-    assert [row["contender"] for row in json.loads(file.read_text())["rows"]] == ["copy kernel"]
+    assert [row["contender"] for row in bench("--only", "cast,unscale", status=130)] == ["copy kernel"]
 
 
 def test_a_command_ends_in_one_line_when_it_is_interrupted(
