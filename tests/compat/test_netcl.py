@@ -25,6 +25,7 @@ from netcl.trainer import Trainer
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from tests.compat.test_scalers import Steps
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import assert_same, to_device, to_numpy
 from tests.scaling.test_overflow import plant
@@ -147,27 +148,8 @@ def half() -> Iterator[amp.AmpHandle]:
         yield handle
 
 
-class Setup:
-    """A network, an optimizer and netcl's scaler."""
-
-    def __init__(self, queue: cl.CommandQueue, **settings: Any) -> None:
-        self.model, self.data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
-        self.optimizer = SGD(self.model.parameters(), lr=0.1)
-        self.scaler = GradScaler(**settings)
-        self.params = list(self.model.parameters())
-
-    def backward(self) -> None:
-        self.optimizer.zero_grad()
-        with autocast():
-            loss = loss_of(self.model, self.data)
-        self.scaler.scale_loss(loss).backward()
-
-    def gradients(self) -> list[np.ndarray]:
-        return [param.grad.to_host().copy() for param in self.params]
-
-
 def test_unscale_grads_divides_once_and_says_inf(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Setup(queue)
+    setup = Steps(queue, "netcl")
     setup.backward()
     scaled = setup.gradients()
     assert setup.scaler.unscale_grads(setup.model.parameters()) is False
@@ -192,7 +174,7 @@ def test_all_parameters_named_or_stepped_are_unscaled_once(
     queue: cl.CommandQueue, half: amp.AmpHandle, stepped: tuple[slice, ...], named: slice
 ) -> None:
     """Two optimizers with all of the model's named each time, and one with few of its own named."""
-    setup = Setup(queue)
+    setup = Steps(queue, "netcl")
     setup.backward()
     scaled = setup.gradients()
     for part in stepped:
@@ -202,7 +184,7 @@ def test_all_parameters_named_or_stepped_are_unscaled_once(
 
 
 def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Setup(queue)
+    setup = Steps(queue, "netcl")
     setup.backward()
     at_first = setup.gradients()
     setup.scaler._scale = 2.0**10
@@ -214,7 +196,7 @@ def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp
 
 
 def test_the_scale_stays_finite_and_above_zero(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Setup(queue)
+    setup = Steps(queue, "netcl")
     for scale in (0.0, 1e-300, 1e300):
         setup.scaler._scale = scale
         scaled = setup.scaler.scale_loss(ag.tensor(to_device(queue, [1.0])))
@@ -222,7 +204,8 @@ def test_the_scale_stays_finite_and_above_zero(queue: cl.CommandQueue, half: amp
 
 
 def test_disabled_it_passes_through(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Setup(queue, enabled=False)
+    setup = Steps(queue, "netcl")
+    setup.face.one = setup.scaler = GradScaler(enabled=False)
     setup.backward()
     before = setup.gradients()
     assert setup.scaler.unscale_grads(setup.params) is False
@@ -467,7 +450,7 @@ def test_a_trainers_skipped_step_is_told_as_it_was(queue: cl.CommandQueue, half:
 
 
 def test_the_handle_shows_the_steps_of_a_scaler_of_netcls(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Setup(queue)
+    setup = Steps(queue, "netcl")
     for sick in (False, True):
         setup.backward()
         if sick:

@@ -22,6 +22,7 @@ from netcl.optim import SGD, Adam, clip_grad_norm
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.params import masters
+from tests.compat.test_scalers import Steps
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device, to_numpy
 from tests.scaling.test_overflow import plant
@@ -46,25 +47,9 @@ def scaled_backward(scaler: amp.GradScaler, model: Sequential, data: Any, dtype:
     return loss
 
 
-class Setup(NamedTuple):
-    model: Sequential
-    data: tuple[Tensor, Tensor]
-    optimizer: Any
-    scaler: amp.GradScaler
-
-    def backward(self) -> Node:
-        self.optimizer.zero_grad()
-        return scaled_backward(self.scaler, self.model, self.data)
-
-    @property
-    def params(self) -> list[Tensor]:
-        return self.optimizer.params
-
-
 @pytest.fixture
-def setup(queue: cl.CommandQueue) -> Setup:
-    model = mlp(queue, 8, 16, 4)
-    return Setup(model, batch(queue, 8, 8, 4), SGD(model.parameters(), lr=0.1), amp.GradScaler())
+def setup(queue: cl.CommandQueue) -> Steps:
+    return Steps(queue, "pytorch")
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -214,14 +199,14 @@ def test_16_bit_parameters_with_masters_train(queue: cl.CommandQueue, amp_is_on:
 # ---------------------------------------------------------------------------------------------- step
 
 
-def test_step_passes_arguments_on_and_returns_the_result(queue: cl.CommandQueue, setup: Setup) -> None:
+def test_step_passes_arguments_on_and_returns_the_result(queue: cl.CommandQueue, setup: Steps) -> None:
     optimizer = OwnOptimizer(setup.params)
     setup.backward()
     assert setup.scaler.step(optimizer, 1, rate=2) == "stepped"
     assert optimizer.calls == [((1,), {"rate": 2})]
 
 
-def test_overflow_skips_the_step_and_returns_none(setup: Setup, amp_is_on: None) -> None:
+def test_overflow_skips_the_step_and_returns_none(setup: Steps, amp_is_on: None) -> None:
     optimizer = OwnOptimizer(setup.params)
     setup.backward()
     plant(setup.params[1], np.nan)
@@ -235,13 +220,13 @@ def test_overflow_skips_the_step_and_returns_none(setup: Setup, amp_is_on: None)
 
 
 @pytest.mark.parametrize("arguments", [((lambda: None,), {}), ((), {"closure": None}), ((), {"f": lambda: None})])
-def test_a_closure_is_rejected(setup: Setup, arguments: Any) -> None:
+def test_a_closure_is_rejected(setup: Steps, arguments: Any) -> None:
     setup.backward()
     with pytest.raises(RuntimeError, match="closure"):
         setup.scaler.step(setup.optimizer, *arguments[0], **arguments[1])
 
 
-def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Setup, amp_is_on: None) -> None:
+def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Steps, amp_is_on: None) -> None:
     healthy, sick = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
     setup.backward()
     plant(setup.params[3])
@@ -252,7 +237,7 @@ def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Setup, amp_i
     assert setup.scaler.state_dict()["_growth_tracker"] == 0
 
 
-def test_a_parameter_of_two_optimizers_is_divided_once(setup: Setup, amp_is_on: None) -> None:
+def test_a_parameter_of_two_optimizers_is_divided_once(setup: Steps, amp_is_on: None) -> None:
     optimizers = OwnOptimizer(setup.params), OwnOptimizer(setup.params[1:])
     setup.backward()
     scaled = setup.params[1].grad.to_host().copy()
@@ -266,7 +251,7 @@ def test_a_parameter_of_two_optimizers_is_divided_once(setup: Setup, amp_is_on: 
     assert [setup.scaler.step(optimizer) for optimizer in optimizers] == [None, None]
 
 
-def test_two_losses_and_two_optimizers(setup: Setup, amp_is_on: None) -> None:
+def test_two_losses_and_two_optimizers(setup: Steps, amp_is_on: None) -> None:
     """PyTorch's recipe for several losses."""
     first, second = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
     with amp.autocast():
@@ -286,7 +271,7 @@ def test_two_losses_and_two_optimizers(setup: Setup, amp_is_on: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float", "int", "tensor", "node"])
-def test_update_sets_a_new_scale(queue: cl.CommandQueue, setup: Setup, kind: str) -> None:
+def test_update_sets_a_new_scale(queue: cl.CommandQueue, setup: Steps, kind: str) -> None:
     tensor = to_device(queue, [32.0])
     new_scale = {"float": 32.0, "int": 32, "tensor": tensor, "node": ag.tensor(tensor)}[kind]
     setup.scaler.update(new_scale)  # without a step before it, before any tensor was scaled
@@ -303,7 +288,7 @@ def test_update_sets_a_new_scale(queue: cl.CommandQueue, setup: Setup, kind: str
 
 
 @pytest.mark.parametrize("new_scale", [0.0, -1.0, np.inf, np.nan, 1e39, "2", True, False, np.True_])
-def test_update_refuses_what_is_no_scale(setup: Setup, new_scale: Any) -> None:
+def test_update_refuses_what_is_no_scale(setup: Steps, new_scale: Any) -> None:
     setup.backward()
     with pytest.raises(ValueError, match=r"."):
         setup.scaler.update(new_scale)
@@ -335,7 +320,7 @@ def test_a_state_dict_of_pytorchs_loads() -> None:
     assert scaler.state_dict() == {**saved, "_growth_tracker": 7}
 
 
-def test_it_can_be_pickled_between_iterations(setup: Setup) -> None:
+def test_it_can_be_pickled_between_iterations(setup: Steps) -> None:
     setup.backward()
     setup.scaler.step(setup.optimizer)
     with pytest.raises(RuntimeError, match="can be pickled at the start of an iteration"):
@@ -349,7 +334,7 @@ def test_it_can_be_pickled_between_iterations(setup: Setup) -> None:
 # ---------------------------------------------------------------------------------------------- clipping
 
 
-def test_under_scale_loss_clipping_is_right_outside_and_refused_inside(queue: cl.CommandQueue, setup: Setup) -> None:
+def test_under_scale_loss_clipping_is_right_outside_and_refused_inside(queue: cl.CommandQueue, setup: Steps) -> None:
     for dtype in DTYPES:
         with amp.init(dtype=dtype) as handle:
             setup.optimizer.zero_grad()
@@ -366,7 +351,7 @@ def test_under_scale_loss_clipping_is_right_outside_and_refused_inside(queue: cl
 # ---------------------------------------------------------------------------------------------- second derivatives
 
 
-def test_create_graph_is_refused(setup: Setup, amp_is_on: None) -> None:
+def test_create_graph_is_refused(setup: Steps, amp_is_on: None) -> None:
     with amp.autocast():
         loss = loss_of(setup.model, setup.data)
     with pytest.raises(NotImplementedError, match="gradient penalty"):
@@ -375,7 +360,7 @@ def test_create_graph_is_refused(setup: Setup, amp_is_on: None) -> None:
         tape.backward(loss, create_graph=True)
 
 
-def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: Setup, amp_is_on: None) -> None:
+def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: Steps, amp_is_on: None) -> None:
     setup.backward()
     grad = setup.params[0].grad
     setup.optimizer.zero_grad()

@@ -415,26 +415,30 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name: str, value: Any, fac
 
 
 class Steps:
-    """A network, its optimizer and a face's scaler."""
+    """A network, its optimizer, and a face with its scaler."""
 
-    def __init__(self, queue: cl.CommandQueue, face: str, make: Callable[..., Any] = SGD) -> None:
+    def __init__(self, queue: cl.CommandQueue, face: str, make: Callable[..., Any] = SGD, lr: float = 0.1) -> None:
         self.model, self.data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
         self.params = self.model.parameters()
-        self.optimizer, self.scaler = make(self.params, lr=1e-3), FACES[face]()
+        self.optimizer, self.face = make(self.params, lr=lr), FACES[face]()
+        self.scaler = self.face.one
 
     def backward(self) -> list[np.ndarray]:
         """The gradients of the scaled loss."""
         self.optimizer.zero_grad()
-        with type(self.scaler).region():
+        with type(self.face).region():
             loss = loss_of(self.model, self.data)
-        self.scaler.scale(loss).backward()
+        self.face.scale(loss).backward()
+        return self.gradients()
+
+    def gradients(self) -> list[np.ndarray]:
         return [param.grad.to_host().copy() for param in self.params]
 
     def finish(self) -> None:
-        if type(self.scaler) is not Netcl:  # whose says whether any is inf, and reads it
-            self.scaler.unscale(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.one.update()
+        if type(self.face) is not Netcl:  # whose says whether any is inf, and reads it
+            self.face.unscale(self.optimizer)
+        self.face.step(self.optimizer)
+        self.scaler.update()
 
 
 def test_a_step_reads_32_bytes_and_compiles_nothing(
@@ -444,7 +448,7 @@ def test_a_step_reads_32_bytes_and_compiles_nothing(
     steps = Steps(queue, door)
     steps.backward()
     steps.finish()
-    steps.scaler.set_scale(2.0**12)
+    steps.face.set_scale(2.0**12)
     steps.backward()
 
     def no_program(*args: Any, **kwargs: Any) -> None:
@@ -459,20 +463,20 @@ def test_a_step_reads_32_bytes_and_compiles_nothing(
 @pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device, optim.clip_grad_norm])
 def test_gradients_are_clipped_once_they_are_unscaled(queue: cl.CommandQueue, door: str, clip: Any) -> None:
     """By their true norm. What is scaled still is neither clipped nor stepped on."""
-    steps = Steps(queue, door, AdamW)
+    steps = Steps(queue, door, AdamW, lr=1e-3)
     scaled, before = steps.backward(), weights_of(steps.model)
     with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.unscale_"):
         clip(iter(steps.params), 1.0)
     for options in ({}, {"max_norm": 1.0}):
         with pytest.raises(RuntimeError, match=r"still multiplied by the loss scale .*scaler\.step"):
             steps.optimizer.step(**options)
-    assert_same([param.grad.to_host() for param in steps.params], scaled)
+    assert_same(steps.gradients(), scaled)
     assert_same(weights_of(steps.model), before)
-    steps.scaler.unscale(steps.optimizer)
+    steps.face.unscale(steps.optimizer)
     true = [grad.astype(np.float64) / 2**16 for grad in scaled]
     norm = np.sqrt(sum((grad**2).sum() for grad in true))
     clip(steps.params, norm / 2)
     for param, grad in zip(steps.params, true, strict=True):
         np.testing.assert_allclose(param.grad.to_host(), grad / 2, rtol=1e-5, atol=1e-8)
-    steps.scaler.step(steps.optimizer)
+    steps.face.step(steps.optimizer)
     assert not np.array_equal(weights_of(steps.model)[0], before[0])
