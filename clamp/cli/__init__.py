@@ -14,14 +14,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
 import pyopencl as cl
 
 import clamp
 from clamp.casting.policy_table import CastPolicy
-from clamp.cli.devices import DEVICE_HELP, UnknownDeviceError
+from clamp.cli.devices import Option, UnknownDeviceError, device_option
 from clamp.opencl.device import NoDeviceError
+
+T = TypeVar("T")
 
 NOT_KEPT = "not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to"
 INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
@@ -108,15 +110,18 @@ def positive(text: str) -> int:
     return number
 
 
-def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns what reads names of ``known``, with commas."""
+def _each(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Returns what reads several of something, with commas."""
+    return lambda text: tuple(map(read, text.split(",")))
 
-    def read(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-        return names
+
+def _one_of(known: Sequence[str]) -> Callable[[str], str]:
+    """Returns what reads a name of ``known``."""
+
+    def read(name: str) -> str:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return name
 
     return read
 
@@ -133,26 +138,11 @@ def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
     return read
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
-
-
-def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(_numbers("MxNxK")(part) for part in text.split(","))
-
-
 # ---------------------------------------------------------------------------------------------- the commands
-
-Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def _option(*names: str, **how: Any) -> Option:
-    """An option, or an argument, as ``add_argument`` takes it."""
     return names, how
-
-
-def _device(default: str = "the first device") -> Option:
-    return _option("--device", metavar="NAME|INDEX", help=DEVICE_HELP.format(default))
 
 
 _LAYOUTS = ("NN", "NT", "TN", "TT")
@@ -165,10 +155,10 @@ _SCRIPT = (
     _option("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments"),
 )
 _BENCH = (
-    _device(),
+    device_option(),
     _option("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json"),
     _option("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's"),
-    _option("--only", type=_some_of(WORKS), default=USUAL_WORKS, metavar="WORK,...",
+    _option("--only", type=_each(_one_of(WORKS)), default=USUAL_WORKS, metavar="WORK,...",
             help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})"),
     _option("--first-step", action="append_const", dest="works", const="first-step",
             help="time the first steps of processes, in CPU time, and nothing else"),
@@ -178,8 +168,8 @@ _BENCH = (
             help="measure the memory of training loops and the time that checkpointing takes, and nothing else"),
     _option("--against", type=Path, metavar="CHECKOUT",
             help="compare first steps with those of another checkout of clamp"),
-    _option("--sizes", type=_sizes, metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)"),
-    _option("--layouts", type=_some_of(_LAYOUTS), default=_LAYOUTS[:3], metavar="XX,...",
+    _option("--sizes", type=_each(positive), metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)"),
+    _option("--layouts", type=_each(_one_of(_LAYOUTS)), default=_LAYOUTS[:3], metavar="XX,...",
             help="how the two matrices of a product lie, T is transposed (NN,NT,TN)"),
     _option("--convs", choices=("few", "resnet18", "one"), default="few",
             help="which convolutions (few of a ResNet's)"),
@@ -206,7 +196,7 @@ _BENCH = (
 #: Each command's function, what it is for, and its options.
 _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
     "doctor": ("clamp.cli.doctor:run", "what clamp finds on this machine, and whether it computes correctly",
-               (_device("all of them"),)),
+               (device_option("all of them"),)),
     "lists": ("clamp.cli.lists:run", "which netcl function runs in which precision, and why", (
         _option("name", nargs="?", metavar="NAME",
                 help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with "
@@ -215,13 +205,13 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
         _option("--policy", choices=_POLICIES, metavar="POLICY", help=f"only {', '.join(_POLICIES)}"),
         _option("--level", choices=("O0", "OD", "O1", "O2"), default="O1", help="level of amp.init (O1)"),
         _DTYPE,
-        _device(),
+        device_option(),
     )),
     "bench": ("clamp.cli.bench.command:run", "time clamp against netcl, numpy and torch, side by side", _BENCH),
     "tune": ("clamp.cli.tune:run", "measure how a GPU's matrix units multiply fastest, and keep it", (
-        _device(),
+        device_option(),
         _option("--json", metavar="FILE", help="write all times; into a folder as tune-<device>.json"),
-        _option("--shapes", type=_shapes, metavar="MxNxK,...",
+        _option("--shapes", type=_each(_numbers("MxNxK")), metavar="MxNxK,...",
                 help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)"),
     )),
     "report": ("clamp.cli.run:report", "make a page of a run, to open in any browser", (
@@ -244,7 +234,7 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
         *_SCRIPT,
     )),
     "warm": ("clamp.cli.warm:run", "compile what training steps need before they do: for images and CI", (
-        _device(),
+        device_option(),
         _option("--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
                 help="mlp, cnn, lm (all three), or a script that turns AMP on, run until its second step is done"),
         _option("--list", action="store_true",

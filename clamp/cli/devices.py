@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any, TypeAlias
 
 import pyopencl as cl
 
 from clamp.opencl.device import list_devices
+
+#: An option, or an argument, as ``add_argument`` takes it.
+Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 _SIMULATORS = ("Oclgrind",)
 
@@ -62,13 +66,16 @@ def slug(device: cl.Device) -> str:
     return "-".join(dict.fromkeys(words))[:60]
 
 
-#: Of ``--device``, which `choose_device` understands, with a place for what it is by default.
-DEVICE_HELP = (
-    'part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp doctor` '
-    "gives it; {} by default"
-)
+def device_option(default: str = "the first device") -> Option:
+    """The option ``--device``, which `choose_device` understands."""
+    what = (
+        'part of a platform\'s or device\'s name ("pocl", "intel", "nvidia"), or the index that `python -m clamp '
+        f"doctor` gives it; {default} by default"
+    )
+    return ("--device",), {"metavar": "NAME|INDEX", "help": what}
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Adds ``--device`` to a script's options."""
-    parser.add_argument("--device", metavar="NAME|INDEX", help=DEVICE_HELP.format("the first device"))
+    names, how = device_option()
+    parser.add_argument(*names, **how)
