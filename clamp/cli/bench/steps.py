@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,53 +106,39 @@ def _without_casts(turn: Turn, calls: int) -> list[float]:
 # part of it; starting Python, importing and drawing weights is not.
 
 
-@dataclass
-class _Runner:
-    """Starts the processes of one contender: a checkout of clamp."""
+def _first_step(
+    device: cl.Device, network: str, dtype: str, checkout: Path, folder: str, then: str = "leave"
+) -> dict[str, float]:
+    """Figures of a process that imports ``clamp`` from a checkout: CPU seconds of its first step, programs compiled in
+    it and later, and launches of the second. What drivers and clamp keep, they keep in a folder."""
+    kept = {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": f"{folder}/pocl", "CLAMP_CACHE_DIR": f"{folder}/clamp"}
+    environment = cache_writer.environment()
+    path = os.pathsep.join([str(checkout), environment["PYTHONPATH"]])
+    place = map(str, cache_writer.place_of(device))
+    # A file, not a module of a package: that package is of the clamp that is measured.
+    command = [sys.executable, "-W", "ignore", networks.__file__, network, dtype, *place, then]
+    printed, failure = cache_writer.outcome(command, {**environment, **kept, "PYTHONPATH": path})
+    if failure:
+        raise RuntimeError(failure)
+    return {name: float(figure) for name, figure in json.loads(printed[-1]).items()}
 
-    device: cl.Device
-    network: str
-    dtype: str
-    checkout: Path  # the folder that ``clamp`` is imported from
-    figures: dict[str, float] = field(default_factory=dict)  # of its last process
 
-    def run(self, folder: str, then: str = "leave") -> float:
-        """CPU seconds of a process's first step; what drivers and clamp keep, they keep in a folder."""
-        kept = {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": f"{folder}/pocl", "CLAMP_CACHE_DIR": f"{folder}/clamp"}
-        environment = cache_writer.environment()
-        path = os.pathsep.join([str(self.checkout), environment["PYTHONPATH"]])
-        place = map(str, cache_writer.place_of(self.device))
-        # A file, not a module of a package: that package is of the clamp that is measured.
-        command = [sys.executable, "-W", "ignore", networks.__file__, self.network, self.dtype, *place, then]
-        printed, failure = cache_writer.outcome(command, {**environment, **kept, "PYTHONPATH": path})
-        if failure:
-            raise RuntimeError(failure)
-        figures = json.loads(printed[-1])
-        self.figures = {name: float(figure) for name, figure in figures.items() if name != "seconds"}
-        return float(figures["seconds"])
+def _processes(name: str, run: Callable[..., dict[str, float]], kept: Path | None) -> Contender:
+    """Processes for which nothing is compiled yet; or, with a folder, after one that has kept all it compiled there."""
+    figures: dict[str, float] = {}  # of the last one
 
-    def last_figures(self) -> dict[str, float]:
-        """Programs compiled in the first step and later, and launches of the second."""
-        return self.figures
-
-    def cold(self, calls: int) -> list[float]:
-        """Nothing is compiled yet."""
+    def turn(calls: int) -> list[float]:
+        if kept is not None and not kept.is_dir():
+            kept.mkdir(0o700, parents=True)
+            run(str(kept), "keep")
         seconds = []
         for _ in range(calls):
-            with tempfile.TemporaryDirectory() as folder:
-                seconds.append(self.run(folder))
+            with tempfile.TemporaryDirectory() as empty:
+                figures.update(run(str(kept or empty)))
+            seconds.append(figures.pop("seconds"))
         return seconds
 
-    def second(self, folder: Path) -> Turn:
-        """The turns of processes after one that has kept all it compiled."""
-
-        def turn(calls: int) -> list[float]:
-            if not folder.is_dir():
-                folder.mkdir(0o700, parents=True)
-                self.run(str(folder), "keep")
-            return [self.run(str(folder)) for _ in range(calls)]
-
-        return turn
+    return Contender(name, turn, is_baseline=name != "clamp", extra=lambda: figures)
 
 
 def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Iterator[Case]:
@@ -167,11 +152,13 @@ def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Ite
         checkouts[f"clamp in {against.name}"] = against.resolve()
     with tempfile.TemporaryDirectory() as folder:
         for key, network in NETWORKS.items():
-            runners = {name: _Runner(device, key, dtype, checkout) for name, checkout in checkouts.items()}
-            turns = {name: (one.cold, one.second(Path(folder, key, name))) for name, one in runners.items()}
-            for number, when in enumerate(("cold", "second process")):
+            for when in ("cold", "second process"):
                 contenders = [
-                    Contender(name, turn[number], is_baseline=name != "clamp", extra=runners[name].last_figures)
-                    for name, turn in turns.items()
+                    _processes(
+                        name,
+                        partial(_first_step, device, key, dtype, checkout),
+                        None if when == "cold" else Path(folder, key, name),
+                    )
+                    for name, checkout in checkouts.items()
                 ]
                 yield Case("first-step", f"{network.name}, {dtype}, {when}", "ms", contenders)
