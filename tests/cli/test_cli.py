@@ -339,6 +339,8 @@ REFUSED: list[tuple[list[str], int, str]] = [
     *(([command, "--device", "abacus"], 2, "no OpenCL device is called 'abacus'; found:\n  0: DEVICE")
       for command in ("bench", "tune", "warm")),
     ([*TINY, "--only", "cast", "--no-peers", "--json", "file/result.json"], 1, "cannot write file/result.json"),
+    (["bench", "--first-step", "--against", "folder"], 2, "there is no clamp in folder"),
+    (["bench", "--against", str(Path(__file__).parents[2])], 2, "give --first-step"),
     (["bench", "--plot", "x.png"], 2, "give --timeline"),
     (["bench", "--timeline", "--plot", "/no/such/folder/x.png"], 2, "no such folder"),
     (["bench", "--timeline", "--only", "step,cnn"], 2, "give --only"),

@@ -54,6 +54,11 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device)
     began = datetime.now(UTC)
     file = json_file(args.json, f"{slug(device)}-{began.date()}.json") if args.json else None
+    if args.against is not None and "first-step" not in args.only:
+        raise CommandError("--against compares first steps: give --first-step too", 2)
+    # Its processes would find this clamp where that one is not, and compare it with itself.
+    if args.against is not None and not (args.against / "clamp" / "__init__.py").is_file():
+        raise CommandError(f"--against takes a checkout of clamp, and there is no clamp in {args.against}", 2)
     if args.plot and not args.timeline:
         raise CommandError("--plot draws a timeline: give --timeline too", 2)
     console = make_console()

@@ -149,7 +149,7 @@ def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Ite
     """
     checkouts = {"clamp": Path(clamp.__file__).parents[1]}
     if against is not None:
-        checkouts[f"clamp in {against.name}"] = against.resolve()
+        checkouts[f"clamp in {against.resolve().name}"] = against.resolve()
     with tempfile.TemporaryDirectory() as folder:
         for key, network in NETWORKS.items():
             for when in ("cold", "second process"):
