@@ -95,6 +95,12 @@ def is_unscaled(grad: Any) -> bool:
     return mark is not None and mark.is_checked
 
 
+def is_plain(grad: Any) -> bool:
+    """Returns whether a backward without a loss scale has made a gradient, which nobody has looked at."""
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return mark is not None and mark.scale is None and not mark.is_checked
+
+
 def mark_checked(grads: Iterable[Tensor]) -> None:
     """These gradients are known to be finite. A user's stays without a mark: it may be written again."""
     mark = checked(frozenset((FINITE,)))

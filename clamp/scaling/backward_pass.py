@@ -19,6 +19,7 @@ from clamp.params.masters import Pair
 from clamp.params.writes import writes
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
+from clamp.scaling.step_report import warn_user
 
 
 class Averaging(Protocol):
@@ -306,7 +307,8 @@ def unscale_all(
 def unscale_gradients(
     found: Iterable[Pair], scaler_of: Callable[[cl.CommandQueue], LossScale], heard: frozenset[object] = frozenset()
 ) -> tuple[list[LossScale], int]:
-    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only.
+    """Divides each gradient by the scale that it was multiplied by, in place; a true one is checked only, and of one
+    from a loss that was not scaled a warning says so, once for a scaler.
 
     All are written, non-finite ones too; each scaler remembers whether there was one. The scale may have moved since
     backward: a gradient knows its own. One that no backward made, a user's, is taken for multiplied by the scale.
@@ -353,6 +355,13 @@ def unscale_gradients(
                     "scaler than this one: unscale and step with the scaler whose scale(loss) backward ran from, or "
                     "leave `with handle.scale_loss(...)` first"
                 )
+        if not scaler.told_of_plain and any(map(gradient_marks.is_plain, (grad for _, _, grad in entries))):
+            scaler.told_of_plain = True
+            warn_user(
+                "gradients of a loss that was not scaled are used as they are, not divided by the loss scale: run "
+                "backward from the scaled loss, for those below 6e-8 become zero where they come through float16. If "
+                "that loss was made of gradients of a scaled one, these are still multiplied: divide them by the scale"
+            )
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
         true = unscale_all([grad for _, _, grad in entries], scaler, heard)
         for master, model, grad in entries:

@@ -114,6 +114,8 @@ class LossScale(bridge.Listed):
     comes_down: bool = False
     #: What its user writes to have one that does, as code, where it is not the handle's.
     cure: str = ""
+    #: Whether its user has been told of gradients that it does not divide, since their loss was not scaled.
+    told_of_plain: bool = False
 
     def __init__(self, scale: float) -> None:
         self._state = DeviceState(positive("the loss scale", scale))

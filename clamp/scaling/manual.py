@@ -30,7 +30,7 @@ from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, give_up_passes
-from clamp.scaling.step_report import History, Reports, warn_of_lost_bits
+from clamp.scaling.step_report import History, Reports
 
 
 class Stage(enum.Enum):
@@ -101,7 +101,6 @@ class ManualScaling:
         self._late: list[tuple[Reports, int]] = []
         self._is_late_due = False
         self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
-        self._lost_bits = False  # whether a word was said about losses that are not scaled
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
@@ -176,15 +175,11 @@ class ManualScaling:
         if round_.stage is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step(): call update() before it.")
         found = masters.pairs(optimizer)
-        lost_bits = not self._lost_bits and gradient_marks.lost_bits(model for _, model in found)
         with scale_lock, uninterrupted():
             token = round_.guard.token
             scalers, checked = unscale_gradients(found, self.scale_on, frozenset((token,)))
             held = gradient_marks.snapshot(x for pair in found for x in pair) if recorder() is not None else []
             host_step(partial(self._unscaled, optimizer, scalers, checked, held, token))
-        if lost_bits:
-            self._lost_bits = True  # one warning will do
-            warn_of_lost_bits()
 
     def _unscaled(
         self, optimizer: Any, scalers: list[LossScale], checked: int, held: Iterable[gradient_marks.Held], then: object

@@ -389,7 +389,8 @@ def test_an_unscaled_backward_is_not_divided(task: Task, fp32: amp.AmpHandle) ->
             scaler.scale(task.loss())  # a scaler that has scaled something
         task.optimizer.zero_grad()
         task.loss().backward()
-        step()
+        with pytest.warns(UserWarning, match="not divided by the loss scale"):  # PyTorch, Paddle and netcl divide it
+            step()
         assert task.moved == number + 1
 
 
@@ -609,7 +610,8 @@ def test_what_is_not_scaled_is_looked_at_all_the_same(task: Task, fp32: amp.AmpH
     scaler = amp.GradScaler(SCALE)
     scaler.scale(task.loss())
     task.loss(np.inf).backward()
-    scaler.step(task.optimizer)
+    with pytest.warns(UserWarning, match="not scaled"):
+        scaler.step(task.optimizer)
     assert task.moved == 0
     scaler.update()
     assert scaler.get_scale() == SCALE / 2
