@@ -188,7 +188,6 @@ class _AtLeastOne(DynamicLossScale):
 
 class _Scaling(ManualScaling):
     _scale_class = _AtLeastOne
-    moves = True  # whether it is ever updated
 
     def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
         scaler = super().scale_on(queue)

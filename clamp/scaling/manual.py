@@ -29,7 +29,7 @@ from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, give_up_passes
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes
 from clamp.scaling.step_report import History, Reports
 
 
@@ -72,9 +72,7 @@ def begin_anew(optimizer: Any) -> None:
     with _living_lock:
         living = list(_living)
     for scaling in living:
-        round_ = scaling._rounds.get(id(optimizer))
-        if round_ is not None and round_.stage is Stage.UNSCALED:
-            round_.stage = Stage.READY
+        scaling.give_up(optimizer)
 
 
 class ManualScaling:
@@ -90,6 +88,7 @@ class ManualScaling:
     """
 
     _scale_class = DynamicLossScale
+    moves = True  # whether it is ever updated
 
     def __init__(
         self, init_scale: float, rule: ScaleRule,
@@ -288,6 +287,21 @@ class ManualScaling:
         first.update(1, fresh=1)  # any bit: an optimizer's own is set anew when its gradients are looked at next
         for scaler in others:
             scaler.load_state_dict(first.state_dict())
+
+    def give_up(self, optimizer: Any) -> None:
+        """Makes an optimizer ready again whose gradients were unscaled, and cleared before a step.
+
+        An inf or nan in them lowers the scale now, unless another optimizer is on its way to an update: a loop that
+        leaves such batches out, with their update, would meet the same scale for ever. Reads the device then.
+        """
+        round_ = self._rounds.get(id(optimizer))
+        if round_ is None or round_.stage is not Stage.UNSCALED:
+            return
+        round_.stage = Stage.READY
+        if are_steps_withheld() or any(other.stage is not Stage.READY for other in self._rounds.values()):
+            return
+        if self.moves and any(scaler.overflowed(round_.guard.mask) for scaler in round_.scalers):
+            self._update()
 
     def set_scale(self, scale: float) -> None:
         """Sets the scale and makes every optimizer ready again; the growth tracker stays.

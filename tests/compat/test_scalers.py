@@ -182,7 +182,13 @@ SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
     ),
     "unscaled only": ("pytorch paddle", {}, "bxuU .", [2.0**15] * 2),
     "unscaled, and begun anew": ("pytorch paddle", {}, "bub sU bub usU X", [2.0**16] * 4 + [2.0**15]),
-    "unscaled with an inf, and begun anew": ("pytorch paddle", {}, "bxub usU X", [2.0**16, 2.0**15, 2.0**14]),
+    "unscaled with an inf, and begun anew": ("pytorch paddle", {}, "bxub usU X", [2.0**15, 2.0**15, 2.0**14]),
+    "bad batches are left out, update too": (
+        "pytorch paddle", {}, "bxu bxu bxu z .", [2.0**16, 2.0**15, 2.0**14, 2.0**13, 2.0**13]
+    ),
+    "bad batches are left out, and the scale is to stay": (
+        "paddle", {"scale": 8.0, "dynamic": False}, "bxu bxu busU", [8.0, 8.0, 8.0]
+    ),
     "inf after unscaling": ("pytorch paddle netcl", {}, "buxsU", [2.0**15]),
     "-inf after unscaling": ("pytorch paddle netcl", {}, "bumsU", [2.0**15]),
     "nan after unscaling": ("pytorch paddle netcl", {}, "bunsU", [2.0**15]),
