@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,8 @@ from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import is_scaled, scaled_node
+from clamp.scaling.step_guard import StepGuards
+from clamp.scaling.step_report import warn_user
 
 # ---------------------------------------------------------------------------------------------- autocast
 
@@ -88,24 +91,50 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- GradScaler
 
 
-#: The device side of netcl's scalers, by id, as they compare by value: a loss scale for each scaler and queue.
-_scales: dict[int, tuple[weakref.ref[Any], dict[cl.CommandQueue, tuple[float, LossScale]]]] = {}
+@dataclass
+class _Known:
+    """The device side of a scaler of netcl's.
+
+    Attributes:
+        scales: for each queue netcl's scale when it was last seen, and a loss scale.
+        stuck: the scale at which inf or nan was met last, and how often in a row.
+    """
+
+    of: weakref.ref[Any]
+    scales: dict[cl.CommandQueue, tuple[float, LossScale]] = field(default_factory=dict)
+    stuck: tuple[float, int] = 0.0, 0
+
+
+_known: dict[int, _Known] = {}  # by id, as scalers compare by value
 
 
 def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     """The loss scale of a scaler on a queue, set to the scaler's own."""
     key = id(scaler)
-    known = _scales.get(key)
-    if known is None or known[0]() is not scaler:
-        known = _scales[key] = weakref.ref(scaler, lambda _: _scales.pop(key, None)), {}
+    known = _known.get(key)
+    if known is None or known.of() is not scaler:
+        known = _known[key] = _Known(weakref.ref(scaler, lambda _: _known.pop(key, None)))
     value = min(max(float(scaler.scale), SMALLEST), LARGEST)
     bridge.set_host_scale(scaler, value)
-    last, scale = known[1].get(queue) or (value, LossScale(value))
+    last, scale = known.scales.get(queue) or (value, LossScale(value))
     scale.comes_down = True  # netcl's scaler lowers it
     if last != value:
         scale.set_scale(value)
-    known[1][queue] = value, scale
+    known.scales[queue] = value, scale
     return scale
+
+
+def _note_stuck(scaler: Any, found_inf: bool) -> None:
+    """Says so where inf and nan come again and again at a scale that nobody lowers, as ``update`` does not."""
+    last, count = _known[id(scaler)].stuck
+    count = 0 if not found_inf else count + 1 if last == scaler.scale else 1
+    _known[id(scaler)].stuck = scaler.scale, count
+    if count == StepGuards.max_skips_at_floor:
+        warn_user(
+            f"unscale_grads() met inf or nan {count} times in a row, and nobody lowers the scale of {scaler.scale:g}: "
+            "call scaler.step(optimizer, params) for such gradients, too, which makes no step and lowers it. "
+            "scaler.update() does nothing"
+        )
 
 
 @meets("netcl.amp.GradScaler.scale_loss")
@@ -140,6 +169,8 @@ def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> A
         for scale in scales:
             scale.assign(1, fresh=1)
     found_inf = [scale.overflowed(1) for scale in scales]
+    if scales:
+        _note_stuck(instance, any(found_inf))
     if not any(found_inf):
         gradient_marks.mark_checked(master.grad for master, _ in found if master.grad is not None)
     scaling = session.active_scaling()

@@ -158,6 +158,26 @@ def test_unscale_grads_says_inf(queue: cl.CommandQueue, half: amp.AmpHandle) -> 
     assert setup.scaler.unscale_grads(setup.params) is True
 
 
+def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+    """``update`` does nothing, so a loop that leaves the scaler's ``step`` out for inf and nan would go on for ever."""
+    setup = Steps(queue, "netcl")
+
+    def leave_out(times: int) -> None:
+        for _ in range(times):
+            setup.backward()
+            plant(setup.params[0])
+            assert setup.scaler.unscale_grads(setup.params) is True
+            setup.scaler.update()
+
+    leave_out(23)
+    setup.scaler.step(setup.optimizer, setup.params)  # unscales them, too
+    assert setup.scaler.scale == 2.0**15
+    leave_out(24)
+    with pytest.warns(UserWarning, match=r"25 times in a row.* of 32768: call scaler\.step\(optimizer, params\)"):
+        leave_out(1)
+    leave_out(1)
+
+
 @pytest.mark.parametrize(("stepped", "named"), [((slice(2), slice(2, 4)), slice(4)), ((slice(4),), slice(1))])
 def test_all_parameters_named_or_stepped_are_unscaled_once(
     queue: cl.CommandQueue, half: amp.AmpHandle, stepped: tuple[slice, ...], named: slice
