@@ -40,7 +40,8 @@ class OpTimer(OpCounter):
         alone: see `Profiler`: for queues that take no times.
 
     Attributes:
-        cast_seconds: of launches that only convert; a part of what the ops that wanted them take.
+        cast_seconds: of launches that only convert; a part of what the ops that wanted them take, but for
+        shared_cast_seconds: of those that convert several weights, for ops to come as well.
         after_backward: seconds of what came after the last op: gradients divided by the loss scale, and looked at.
         launches: how many commands were enqueued.
         queues: that it uses.
@@ -52,9 +53,10 @@ class OpTimer(OpCounter):
         self._recorder, self._meter = Profiler(alone), MemoryMeter()
         self._launched: dict[Key, list[range]] = {}
         self._cast_launches: set[int] = set()
+        self._shared_casts: set[int] = set()  # those of them that convert several tensors
         self._seen = 0
         self._is_backward = False
-        self.cast_seconds = self.after_backward = 0.0
+        self.cast_seconds = self.shared_cast_seconds = self.after_backward = 0.0
         self.launches = self.activations = self.peak = 0
         self.queues: list[cl.CommandQueue] = []
 
@@ -70,9 +72,11 @@ class OpTimer(OpCounter):
         seconds = self._recorder.seconds
         self.launches, self.peak = len(seconds), self._meter.peak
         self.cast_seconds = sum(seconds[index] for index in self._cast_launches)
+        self.shared_cast_seconds = sum(seconds[index] for index in self._shared_casts)
         self.after_backward = sum(seconds[self._seen :])
         for key, ranges in self._launched.items():
-            self.took(key, sum(seconds[index] for indices in ranges for index in indices))
+            own = [index for indices in ranges for index in indices if index not in self._shared_casts]
+            self.took(key, sum(seconds[index] for index in own))
         return self.rows
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
@@ -105,7 +109,7 @@ class OpTimer(OpCounter):
         names = self._recorder.names
         last = len(names) - 1
         while last >= self._seen and names[last] == names[-1] and names[last] in _CASTS:
-            self._cast_launches.add(last)
+            (self._shared_casts if last in self._cast_launches else self._cast_launches).add(last)
             last -= 1
 
 
@@ -126,7 +130,7 @@ class Side:
         seconds: the median of its rounds, until the device had finished; where rounds differ much, the least.
         rows: its ops, their ``seconds`` the least of five passes.
         casts: what was converted.
-        cast_seconds, after_backward, launches: see `OpTimer`; the least.
+        cast_seconds, shared_cast_seconds, after_backward, launches: see `OpTimer`; the least.
         activations: bytes kept when forward was over, but for copies of weights.
         weight_copies: bytes of those.
         peak: the most bytes of tensors that the step had made and not let go of.
@@ -136,6 +140,7 @@ class Side:
     rows: list[OpRow]
     casts: list[Casts]
     cast_seconds: float
+    shared_cast_seconds: float
     after_backward: float
     launches: int
     activations: int
@@ -145,7 +150,7 @@ class Side:
     @property
     def op_seconds(self) -> float:
         """Returns what all of its ops took on the device."""
-        return sum(row.seconds or 0.0 for row in self.rows) + self.after_backward
+        return sum(row.seconds or 0.0 for row in self.rows) + self.shared_cast_seconds + self.after_backward
 
     @property
     def computes_in_16_bit(self) -> bool:
@@ -287,6 +292,7 @@ def _side(passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
         [replace(row, seconds=min(times[row.identity]), most=max(times[row.identity])) for row in rows],
         watch.casts,
         min(one.cast_seconds for one, _ in passes),
+        min(one.shared_cast_seconds for one, _ in passes),
         min(one.after_backward for one, _ in passes),
         watch.launches,
         watch.activations,

@@ -96,7 +96,7 @@ def _half_ratio(trial: Trial) -> float | None:
     pairs = [
         (row.seconds or 0.0, plain[row.key]) for row in trial.amp.rows if row.policy == "half" and row.key in plain
     ]
-    took = sum(amp for amp, _ in pairs) - trial.amp.cast_seconds
+    took = sum(amp for amp, _ in pairs) - (trial.amp.cast_seconds - trial.amp.shared_cast_seconds)
     return sum(there for _, there in pairs) / took if took > 0 else None
 
 

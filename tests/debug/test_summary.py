@@ -22,7 +22,8 @@ from clamp.debug.gain import Side, Trial, slower_functions
 from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.summary import judge, notes
 from clamp.opencl.device import capabilities
-from clamp.ops.cast import LISTENERS
+from clamp.ops.cast import CAST, LISTENERS
+from clamp.ops.optimizer_step import COPY
 from clamp.report import read_run
 from tests.networks import Task, batch, loss_of, mlp, step, stepping, weights_of
 from tests.reference import to_device
@@ -106,6 +107,21 @@ def test_each_op_is_found_in_both_precisions(queue: cl.CommandQueue) -> None:
     # the three weights, and the input where no product rounds it as it reads it
     calls = 3 if capabilities(queue).is_cpu else 4
     assert (casts.source, casts.target, casts.calls) == ("float32", "float16", calls)
+
+
+def test_what_weights_take_that_are_cast_together_is_not_the_first_ops(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second for each cast, and nothing for all else."""
+    monkeypatch.setattr("clamp.ops.gemm.direct._SMALL", 0)  # no product casts what it reads
+    seconds = property(lambda seen: [float(name in (CAST.name, COPY.name)) for name in seen.names])
+    monkeypatch.setattr("clamp.debug.gain.Profiler.seconds", seconds)
+    run = Run(queue)
+    amp = run.handle.summary(run.step).trial.amp
+    own = sum(row.seconds for row in amp.rows)
+    assert amp.shared_cast_seconds == 1.0
+    assert amp.cast_seconds == own + 1.0
+    assert amp.op_seconds == own + 1.0
 
 
 def test_a_step_of_many_ops_and_of_layers_made_in_it_is_timed(
@@ -267,7 +283,7 @@ def row(name: str, seconds: float, dtype: str = "float16", policy: str = "half",
 
 
 def side(seconds: float, *rows: OpRow, casts: float = 0.0, activations: int = 100, launches: int = 10) -> Side:
-    return Side(seconds, list(rows), [], casts, 0.0, launches, activations, 0, 2 * activations)
+    return Side(seconds, list(rows), [], casts, 0.0, 0.0, launches, activations, 0, 2 * activations)
 
 
 FAST = Trial(
