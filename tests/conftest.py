@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import cycle
@@ -137,19 +138,40 @@ def _is_sweep(config: pytest.Config) -> bool:
     return bool(os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr)
 
 
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """Values of a test's parameters, of which pytest has not made a test yet."""
+
+    test: pytest.Item
+    call: Any  # pytest's
+
+    @property
+    def device(self) -> str | None:
+        return self.call.params.get("queue")
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The parameters, and which objects they are: they need not be hashable."""
+        return {name: id(value) for name, value in self.call.params.items()}
+
+    def marked(self, name: str) -> bool:
+        return any(mark.name == name for mark in self.call.marks) or self.test.get_closest_marker(name) is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    is_sweep = _is_sweep(config)
-    # The simulator takes a hundred times as long: its small sizes are in the everyday run, the sweep is not for it.
     dropped = {
-        item for item in items if item.get_closest_marker("slow") and (not is_sweep or _device(item) == _SIMULATOR)
+        item for item in items if _is_of_other_runs(config, _device(item), item.get_closest_marker("slow") is not None)
     }
-    if not (config.option.keyword or any("::" in argument for argument in config.args)):
-        dropped |= _left_out([item for item in items if item not in dropped], is_sweep)
-    # Whoever is told counts them. A reporter keeps what it is told of: 30,000 tests, in whatever looks at all objects.
-    config.hook.pytest_deselected(items=items[:1] * len(dropped))
+    config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
     # The longest first; what is built optimised comes before what may take that as well as build its own.
     items.sort(key=lambda item: 0 if _trains_for_long(item) else 2 if _is_unoptimised(item) else 1)
+
+
+def _is_of_other_runs(config: pytest.Config, device: str | None, is_slow: bool) -> bool:
+    """The simulator takes a hundred times as long: its small sizes are in the everyday run, the sweep is not for it.
+    Where it is the only device, pytest makes one case, of no device, of what does not run on it."""
+    return (is_slow and (not _is_sweep(config) or device == _SIMULATOR)) or device not in (None, *_QUEUES)
 
 
 def _is_random_loop(item: pytest.Item) -> bool:
@@ -178,8 +200,18 @@ def _device(item: pytest.Item) -> str | None:
     return item.callspec.params.get("queue") if hasattr(item, "callspec") else None
 
 
-def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
-    """Of tests with many parameters, the cases in which nothing meets that does not meet elsewhere.
+def _chosen(test: pytest.Item, cases: list[_Case]) -> list[_Case]:
+    """Of a test with many parameters, the cases that a run makes: all of them, where tests are asked for by name."""
+    made = [case for case in cases if not _is_of_other_runs(test.config, case.device, case.marked("slow"))]
+    if not made:
+        return cases[:1]  # dropped by pytest_collection_modifyitems: pytest makes a test of none without parameters
+    if test.config.option.keyword or any("::" in argument for argument in test.config.args):
+        return made
+    return sorted(_left_in(made, _is_sweep(test.config)), key=made.index)
+
+
+def _left_in(cases: list[_Case], is_sweep: bool) -> list[_Case]:
+    """Of a test's cases, those in which something meets that does not meet elsewhere.
 
     In an everyday run each value is met, on some device: each case is run on one. In the sweep any two meet so, but for
     drivers, of which the device is one of the parameters, and for kernels: of these any two meet (any three where
@@ -188,47 +220,47 @@ def _left_out(items: list[pytest.Item], is_sweep: bool) -> set[pytest.Item]:
     it is the only device there is.
     What is marked ``once`` has its device.
     """
+    by_device = defaultdict[str | None, list[_Case]](list)
+    for case in cases:
+        by_device[case.device].append(case)
+    simulated = by_device.pop(_SIMULATOR, [])
+    if is_sweep or len(_QUEUES) == 1:
+        kept = _covering(simulated, 1)
+    else:
+        kept = [case for case in simulated[:1] if not case.marked("simulated_elsewhere")]
+    if not is_sweep and (one := _one_of_long(by_device)):
+        return [*kept, one]
     usual = 2 if is_sweep else 1
-    strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
-    tests = defaultdict[str, defaultdict[str | None, list[pytest.Item]]](lambda: defaultdict(list))
-    for item in items:
-        if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]][_device(item)].append(item)
-    kept = set[pytest.Item]()
-    each = {name: _turns_of(name)[not is_sweep] for name in _QUEUES if name != _SIMULATOR}
-    turns = cycle(name for name, count in each.items() for _ in range(count))
+    kept += _covering(by_device.pop(None, []), usual)
     chosen = _quickest_cpu_and_gpus()
-    for by_device in tests.values():
-        simulated = by_device.pop(_SIMULATOR, [])
-        if is_sweep or len(_QUEUES) == 1:
-            kept |= _covering(simulated, 1)
-        else:
-            kept |= {item for item in simulated[:1] if not item.get_closest_marker("simulated_elsewhere")}
-        if not is_sweep and (one := _one_of_long(by_device)):
-            kept.add(one)
-            continue
-        kept |= _covering(by_device.pop(None, []), usual)
-        cases = [case for some in by_device.values() for case in some]
-        if not cases:
-            continue
-        if cases[0].get_closest_marker("once"):
-            kept |= _covering([case for case in cases if _device(case) in chosen], usual)
-        elif is_sweep and _is_of_drivers(cases[0]):
-            kept |= _covering(cases, 2)
-        elif is_sweep and _is_of_kernels(cases[0]):
-            for device, some in by_device.items():
-                kept |= _covering(some, strength if device in chosen else 1)
-        else:
-            kept |= _dealt_out(cases, turns, usual)
-    return {item for item in items if hasattr(item, "callspec")} - kept
+    rest = [case for some in by_device.values() for case in some]
+    if not rest:
+        return kept
+    if rest[0].marked("once"):
+        return kept + _covering([case for case in rest if case.device in chosen], usual)
+    if is_sweep and _is_of_drivers(rest[0].test):
+        return kept + _covering(rest, 2)
+    if is_sweep and rest[0].marked("kernel"):
+        strength = 3 if os.environ.get("CLAMP_TEST_SLOW") == "3" else 2
+        for device, some in by_device.items():
+            kept += _covering(some, strength if device in chosen else 1)
+        return kept
+    return kept + _dealt_out(rest, _turns(is_sweep), usual)
 
 
-def _one_of_long(by_device: dict[str | None, list[pytest.Item]]) -> pytest.Item | None:
+def _one_of_long(by_device: dict[str | None, list[_Case]]) -> _Case | None:
     """The one case of a test that is marked ``long``, on the device whose driver compiles fastest."""
     for device in (*_quickest_cpu_and_gpus(), *by_device):
         for case in by_device.get(device, [])[:1]:
-            return case if case.get_closest_marker("long") else None
+            return case if case.marked("long") else None
     return None
+
+
+@cache
+def _turns(is_sweep: bool) -> Iterator[str]:
+    """The devices of cases dealt out, one after the other, through all tests of a run."""
+    each = {name: _turns_of(name)[not is_sweep] for name in _QUEUES if name != _SIMULATOR}
+    return cycle(name for name, count in each.items() for _ in range(count))
 
 
 def _turns_of(name: str) -> tuple[int, int]:
@@ -249,28 +281,22 @@ def _is_of_kernels(item: pytest.Item) -> bool:
     return item.get_closest_marker("kernel") is not None
 
 
-def _covering(items: list[pytest.Item], strength: int) -> set[pytest.Item]:
-    items = items.copy()
-    random.Random(0).shuffle(items)  # or most would be on the first of the devices
-    return {items[number] for number in covering([_values(item) for item in items], strength)}
+def _covering(cases: list[_Case], strength: int) -> list[_Case]:
+    cases = cases.copy()
+    random.Random(0).shuffle(cases)  # or most would be on the first of the devices
+    return [cases[number] for number in covering([case.values for case in cases], strength)]
 
 
-def _dealt_out(items: list[pytest.Item], turns: Iterator[str], strength: int) -> set[pytest.Item]:
-    if _is_of_drivers(items[0]):  # what differs from device to device
-        return set(items)
-    cases = defaultdict[frozenset[tuple[str, int]], dict[str | None, pytest.Item]](dict)
-    for item in items:
-        device = _device(item)
-        cases[frozenset(_values(item).items() - {("queue", id(device))})][device] = item
-    on_each = list(cases.values())
-    chosen = [on_each[number] for number in covering([dict(case) for case in cases], strength)]
+def _dealt_out(cases: list[_Case], turns: Iterator[str], strength: int) -> list[_Case]:
+    if _is_of_drivers(cases[0].test):  # what differs from device to device
+        return cases
+    on_devices = defaultdict[frozenset[tuple[str, int]], dict[str | None, _Case]](dict)
+    for case in cases:
+        on_devices[frozenset(case.values.items() - {("queue", id(case.device))})][case.device] = case
+    on_each = list(on_devices.values())
+    chosen = [on_each[number] for number in covering([dict(values) for values in on_devices], strength)]
     random.Random(0).shuffle(chosen)  # or the first of two dtypes would always be on the first of two devices
-    return {devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)}
-
-
-def _values(item: pytest.Item) -> dict[str, int]:
-    """The parameters of a test, and which objects they are: they need not be hashable."""
-    return {name: id(value) for name, value in item.callspec.params.items()}
+    return [devices.get(device) or next(iter(devices.values())) for devices, device in zip(chosen, turns, strict=False)]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -280,25 +306,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [*devices, f"random loops: seeds {SWEEP[0]} to {SWEEP[-1]} in the sweep (CLAMP_LOOP_SEED)"]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not _is_sweep(metafunc.config):
-        _leave_slow_cases_out(metafunc.definition)
-    if "queue" not in metafunc.fixturenames:
-        return
-    is_kernel_test = metafunc.definition.get_closest_marker("kernel") is not None
-    names = [name for name in _QUEUES if is_kernel_test or name != _SIMULATOR]
-    metafunc.parametrize("queue", names, indirect=True, scope="session")
-
-
-def _leave_slow_cases_out(test: pytest.Item) -> None:
-    """Does not make the slow cases of an everyday run, two thirds of all, only to drop them."""
-    for number, mark in enumerate(test.own_markers):
-        if mark.name == "parametrize":
-            names, cases, *rest = mark.args
-            quick = [case for case in cases if not any(m.name == "slow" for m in getattr(case, "marks", ()))]
-            if quick:  # a test of slow cases only is dropped whole
-                test.own_markers[number] = pytest.mark.parametrize(names, quick, *rest, **mark.kwargs).mark
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Has pytest make tests of the cases that run: to make one takes as long as to make ten and leave nine out."""
+    test = metafunc.definition
+    if "queue" in metafunc.fixturenames:
+        names = [name for name in _QUEUES if _is_of_kernels(test) or name != _SIMULATOR]
+        metafunc.parametrize("queue", names, indirect=True, scope="session")
+    yield
+    chosen = _chosen(test, [_Case(test, case) for case in metafunc._calls])
+    metafunc._calls = [case.call for case in chosen]
 
 
 @pytest.fixture(scope="session")
