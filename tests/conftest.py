@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -136,6 +137,20 @@ def _test_name(name: str) -> str:
 
 def _is_sweep(config: pytest.Config) -> bool:
     return bool(os.environ.get("CLAMP_TEST_SLOW") or config.option.markexpr)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Lets each of xdist's workers begin to import at another place, so that it compiles a part of the tests, which
+    with pytest's assertions takes as long as to collect them, and finds what the others have compiled."""
+    if collector.path != Path(__file__).parent or not hasattr(collector.config, "workerinput"):
+        return
+    given = collector.config.workerinput
+    root = collector.config.rootpath
+    files = sorted(file for folder in collector.config.args for file in (root / folder).rglob("test_*.py"))
+    first = len(files) * int(given["workerid"].removeprefix("gw")) // given["workercount"]
+    for file in files[first:] + files[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection says what
+            import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 @dataclass(frozen=True, eq=False)
