@@ -68,6 +68,7 @@ def product(queue: cl.CommandQueue, dtype: str = "float16") -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_a_gpu_on_which_the_trials_pass_uses_the_engine(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def _refuse_the_large(left: Any, right: Any, c: Any, epilogue: Any, plan: Plan, 
         raise cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")
 
 
+@pytest.mark.once
 def test_a_plan_that_fails_leaves_the_others(queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit]) -> None:
     unit = pretend(_refuse_the_large)
     assert unit.verdicts(queue)[str(_LARGE)] == "RuntimeError: clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES"
@@ -131,6 +133,7 @@ def _flush_subnormals(left: Any, *others: Any) -> None:
         pytest.param(_flush_subnormals, id="subnormals are zero"),
     ],
 )
+@pytest.mark.once
 def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], instead: Callable[..., None]
 ) -> None:
@@ -140,6 +143,7 @@ def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
 
 
+@pytest.mark.once
 def test_an_engine_that_writes_nothing_is_left_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +152,7 @@ def test_an_engine_that_writes_nothing_is_left_out(
     assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
 
 
+@pytest.mark.once
 def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
     queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
