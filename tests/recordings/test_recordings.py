@@ -22,9 +22,10 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.autograd import engine
+from netcl.autograd.graph import CompiledGraph
 from netcl.core.tensor import reshape
 from netcl.nn.batchnorm import BatchNorm2dModule
-from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module, Sequential
+from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module
 from netcl.ops import elementwise
 from netcl.optim import SGD, AdamW
 from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
@@ -37,7 +38,7 @@ from clamp.recordings.memory import keepers
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
-from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned, wide
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -105,11 +106,6 @@ class Train(amp.Graph):
 
 
 # ---------------------------------------------------------------------------------------------- memory that moves
-
-
-def wide(queue: cl.CommandQueue, seed: int = 0) -> Sequential:
-    """Enough parameters for fused AdamW, which moves them into one buffer at its first real step."""
-    return mlp(queue, 10, 96, 96, 96, 3, seed=seed)
 
 
 @pytest.mark.parametrize("names", [1, 300])
@@ -408,7 +404,7 @@ DROPS: dict[str, Callable[[Node], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["record", "graph", "capture"])
+@pytest.mark.parametrize("how", ["record", "graph", "capture", "compiled"])
 @pytest.mark.parametrize("kind", DROPS)
 @pytest.mark.parametrize("dtype", ["off", "float16"])
 def test_what_replays_drop_out_is_what_eager_runs_draw(queue: cl.CommandQueue, kind: str, dtype: str, how: str) -> None:
@@ -419,17 +415,22 @@ def test_what_replays_drop_out_is_what_eager_runs_draw(queue: cl.CommandQueue, k
             return drop(x)
 
     def captured() -> Callable[[Node], Any]:
-        capture, made = KernelCapture(), []
+        capture, graph, made = KernelCapture(), CompiledGraph([]), []
 
         def call(x: Node) -> Any:
             if made:
-                capture.replay()
-            else:
-                drop(x)  # builds the kernel
-                np.random.seed(7)
+                capture.replay() if how == "capture" else graph.replay([x.value])
+                return made[0]
+            drop(x)  # builds the kernel
+            np.random.seed(7)
+            if how == "capture":
                 capture.begin()
                 made.append(drop(x))
                 capture.end()
+            else:
+                with graph:
+                    made.append(drop(x))
+                graph.compile([x.value])
             return made[0]
 
         return call
@@ -440,7 +441,7 @@ def test_what_replays_drop_out_is_what_eager_runs_draw(queue: cl.CommandQueue, k
 
     with amp.init(), amp.autocast(enabled=dtype != "off"):
         want = draws(drop)
-        got = draws({"record": lambda: amp.record(drop), "graph": Drop, "capture": captured}[how]())
+        got = draws({"record": lambda: amp.record(drop), "graph": Drop}.get(how, captured)())
     assert len({one.tobytes() for one in want}) == len({one.tobytes() for one in got}) == 5
     for one, other in zip(got, want, strict=True) if dtype != "off" else ():  # netcl's own draws elsewhere
         np.testing.assert_array_equal(one, other)
