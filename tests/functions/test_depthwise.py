@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pyopencl as cl
-from netcl import autograd as ag
 
-from clamp.bridge import Tape, Tensor
-from clamp.casting.policies import Float
+from clamp.bridge import Tape
 from clamp.casting.registry import OWNED
 from clamp.functions import conv as functions
 from tests.functions.operands import half, leaf
@@ -26,21 +24,10 @@ def test_a_large_weight_gradient_stays_finite(queue: cl.CommandQueue) -> None:
     assert_close(w.grad, [[[[4 * 256 * 1e5]]]])
 
 
-def test_float_policy_bare_tensors_and_no_grad(queue: cl.CommandQueue) -> None:
-    x, w, bias = to_device(queue, X, "float16"), to_device(queue, W), to_device(queue, BIAS)
-    y = functions.depthwise_conv2d(Float(), x, w, bias, pad=1)
-    assert isinstance(y, Tensor)
-    assert y.dtype == "float32"
-    assert_close(y, Reference(to_numpy(x), to_numpy(w), 1, 1).value() + to_numpy(bias)[:, None, None], slack=2.0**-19)
-    with ag.no_grad():
-        assert isinstance(functions.depthwise_conv2d(half(), leaf(queue, X), leaf(queue, W)), Tensor)
-
-
 def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
     x, w, bias = to_device(queue, X, "float16"), to_device(queue, W, "float16"), to_device(queue, BIAS)
     y = OWNED["netcl.ops.depthwise_conv2d.depthwise_conv2d"](half(), x, w, bias, 1, 1, algo="naive")
     exact = Reference(to_numpy(x), to_numpy(w), 1, 1)
-    assert_close(y, exact.value() + to_numpy(bias)[:, None, None], slack=2.0**-19)
     gx, gw, gb = functions.depthwise_conv2d_backward(half(), x, w, y, bias, 1, 1)
     assert_close(gx, exact.input_gradient(to_numpy(y)), slack=2.0**-17)
     assert_close(gw, exact.weight_gradient(to_numpy(y)), slack=2.0**-14)

@@ -1,4 +1,5 @@
-"""Every function under every policy: values, gradients, dtypes, who gets a gradient, how it follows the incoming one.
+"""Every function under every policy: values, gradients, dtypes, bare tensors, who gets a gradient, how it follows the
+incoming one.
 
 The calls are the first of each function in the conformance table, and ``MORE``: what users reach through a function
 besides, in shapes and arguments of its own. The table's tests call through netcl, under the policy on the lists; users
@@ -8,6 +9,7 @@ may put any function under any policy.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -195,6 +197,12 @@ def test_values_and_gradients_under_every_policy(
         case = Case(*runner._walk(case.args, _cast), **runner._walk(case.kwargs, _cast))
     storage = storage.removeprefix("all ")
     test_conformance.test_op(queue, amp_dtype, _bounds(op, policy), case, storage, monkeypatch)
+    if op.repeatable:
+        nodes = nodes_of(queue, case, arrange(op, case, storage, amp_dtype))
+        args, kwargs = filled(case, nodes)
+        recorded = outputs(OWNED[op.name](casting, *args, **kwargs))
+        with suppress(NotOwned):  # where it is netcl that is called
+            test_conformance.assert_bare_tensors_give_the_same_bits(op, case, nodes, recorded)
 
 
 def _cast(one: Any) -> Any:

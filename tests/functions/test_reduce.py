@@ -12,7 +12,6 @@ import pytest
 from clamp.bridge import Node, Tape
 from clamp.casting.operands import Casting
 from clamp.casting.policies import Float, Match
-from clamp.casting.registry import OWNED
 from clamp.functions import reduce
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
@@ -54,11 +53,3 @@ def test_a_half_mean_does_not_overflow(queue: cl.CommandQueue) -> None:
     assert out.value.dtype == "float16"
     assert_close(out.value, [60000.0])
     assert x.grad.dtype == "float32"
-
-
-def test_tensor_level_adapters(queue: cl.CommandQueue) -> None:
-    x = to_device(queue, np.arange(6).reshape(2, 3), "float16")
-    assert_close(reduce.tensor_reduce_sum(Float(), x, 0), [3, 5, 7])
-    assert_close(reduce.tensor_reduce_sum(Match(), x, keepdims=True), [[15]])
-    softmax = OWNED["netcl.ops.softmax.softmax"]
-    assert_close(softmax(Float(), to_device(queue, np.ones((2, 4))), axis=0), np.full((2, 4), 0.5))
