@@ -1,4 +1,6 @@
-"""``amp.optim``: Adam and AdamW with moments of 8 bits, as users have them."""
+"""``amp.optim``: Adam and AdamW with moments of 8 bits, as users have them.
+
+tests/params/test_parts.py skips, resumes and records their steps, test_whole_steps.py has calls fail in them."""
 
 from __future__ import annotations
 
@@ -15,11 +17,8 @@ from netcl.optim import Adam, AdamW
 
 from clamp import amp, bridge
 from clamp.bridge import Parameter
-from tests.networks import batch, loss_of, mlp, step, stepping, weights_of
-from tests.params.test_updates import Loop
-from tests.params.test_whole_steps import Fault, failing, values_of
-from tests.reference import assert_same, to_device
-from tests.scaling.test_overflow import plant
+from tests.networks import batch, loss_of, mlp, step, weights_of
+from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -77,30 +76,6 @@ def test_it_trains_as_netcls_does(queue: cl.CommandQueue, name: str, how: str) -
     np.testing.assert_allclose(found[0][-1], found[1][-1], rtol=0.3)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "state_dict"])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_resumed_run_goes_on_bit_by_bit(queue: cl.CommandQueue, tmp_path: Path, name: str, how: str) -> None:
-    ended = []
-    for resumes in (False, True):
-        model = mlp(queue, *WIDTHS)
-        optimizer = KINDS[name][0](model.parameters(), lr=1e-2)
-        with amp.init(dtype="bfloat16") as handle:
-            if resumes:
-                trained(handle, model, optimizer, range(1))
-            else:
-                trained(handle, model, optimizer, range(3))
-                amp.save_checkpoint(tmp_path / "run.npz", model, optimizer)
-                state = model.state_dict(), optimizer.state_dict()
-            if resumes and how == "checkpoint":
-                amp.load_checkpoint(tmp_path / "run.npz", model, optimizer)
-            elif resumes:
-                model.load_state_dict(state[0])
-                optimizer.load_state_dict(state[1])
-            trained(handle, model, optimizer, range(3, 6))
-        ended.append(([x.tobytes() for x in weights_of(model)], moments(optimizer), optimizer.t))
-    assert ended[0] == ended[1]
-
-
 def test_a_state_of_another_size_is_refused(queue: cl.CommandQueue, tmp_path: Path) -> None:
     model, other = mlp(queue, *WIDTHS), mlp(queue, 8, 64, 64, 4)
     optimizer = amp.optim.Adam8bit(model.parameters())
@@ -111,38 +86,6 @@ def test_a_state_of_another_size_is_refused(queue: cl.CommandQueue, tmp_path: Pa
     with pytest.raises(amp.CheckpointError, match="was Adam, here it is Adam8bit"):
         amp.load_checkpoint(tmp_path / "run.npz", model, optimizer)
     assert moments(optimizer) == before
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str) -> None:
-    model = mlp(queue, *WIDTHS)
-    optimizer = KINDS[name][0](model.parameters(), lr=1e-2)
-    with amp.init(loss_scale=64.0) as handle:
-        trained(handle, model, optimizer, range(2))
-        kept = weights_of(model), moments(optimizer), optimizer.t
-        optimizer.zero_grad()
-        with handle.scale_loss(loss_of(model, batch(queue, 16, 8, 4)), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            plant(model.parameters()[2])
-        optimizer.step()
-        assert not handle.last_step.stepped
-        assert_same(weights_of(model), kept[0])
-        assert (moments(optimizer), optimizer.t) == kept[1:]
-
-
-def test_replays_are_as_steps_that_run(queue: cl.CommandQueue) -> None:
-    ended = []
-    for recorded in (False, True):
-        model = mlp(queue, *WIDTHS)
-        optimizer = amp.optim.AdamW8bit(model.parameters(), lr=1e-2)
-        with amp.init(dtype="bfloat16") as handle:
-            train = stepping(handle, model, optimizer)
-            train = amp.record(train) if recorded else train
-            for index in range(5):
-                train(*batch(queue, 16, WIDTHS[0], WIDTHS[-1], seed=index))
-            assert not recorded or train.recordings == 1
-        ended.append(([x.tobytes() for x in weights_of(model)], moments(optimizer)))
-    assert ended[0] == ended[1]
 
 
 def test_clipping_by_step_is_clipping_before_it(queue: cl.CommandQueue) -> None:
@@ -158,33 +101,6 @@ def test_clipping_by_step_is_clipping_before_it(queue: cl.CommandQueue) -> None:
                 optimizer.step(max_norm=0.5) if clips else optimizer.step()
             ended.append([x.tobytes() for x in weights_of(model)])
         assert ended[0] == ended[1]
-
-
-@pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
-def test_a_step_is_whole_wherever_a_call_fails(queue: cl.CommandQueue, times: float) -> None:
-    place, reached = 0, True
-    with amp.init(level="O1"):
-        while reached:
-            alone, loop = (Loop(queue, amp.optim.Adam8bit, [(3,), (300,)]) for _ in range(2))
-            for _ in range(2):
-                while not (alone.draw(absent=False) & loop.draw(absent=False)):
-                    pass
-                alone.optimizer.step()
-                with failing(place, times) as seen:
-                    try:
-                        loop.optimizer.step()
-                    except Fault:
-                        failed = True
-                    else:
-                        failed = False
-                if failed:
-                    loop.optimizer.step()
-                reached = seen[0] > place
-                assert values_of(loop) == values_of(alone)
-                assert moments(loop.optimizer) == moments(alone.optimizer)
-                assert loop.optimizer.t == alone.optimizer.t
-            place += 1
-    assert place > 2
 
 
 class Derived(amp.optim.Adam8bit):

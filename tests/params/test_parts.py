@@ -1,9 +1,11 @@
-"""16-bit parameters without fp32 masters, as users have them: trained, skipped, saved, resumed, recorded, refused."""
+"""16-bit parameters without fp32 masters, as users have them: trained, skipped, saved, resumed, recorded, refused.
+Moments of 8 bits are skipped, resumed and recorded with them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,6 @@ from clamp.params import masters
 from clamp.params.parts import MasterInParts
 from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.ops.test_optimizer_parts import IN_PARTS
-from tests.params.test_updates import Loop
-from tests.params.test_whole_steps import both_step, values_of
 from tests.reference import HALF_DTYPES, NUMPY, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
@@ -35,22 +35,34 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda params: Adam(params, lr=1e-3),
     "AdamW": lambda params: AdamW(params, lr=1e-3),
 }
+EIGHT_BIT: dict[str, Callable[[Any], Any]] = {  # whose parameters are in float32 here
+    "Adam8bit": lambda params: amp.optim.Adam8bit(params, lr=1e-2),
+    "AdamW8bit": lambda params: amp.optim.AdamW8bit(params, lr=1e-2),
+}
 
 
 def made(queue: cl.CommandQueue, name: str, keeps: bool | str, dtype: str = "bfloat16", built: str = "before") -> Any:
     """A model of 16-bit parameters, and an optimizer built before they became so, or after."""
     model = mlp(queue, *WIDTHS)
+    if name in EIGHT_BIT:
+        return model, EIGHT_BIT[name](model.parameters())
     if built == "after":
         amp.decorate(model, dtype=dtype, master_weight=keeps)
         return model, OPTIMIZERS[name](model.parameters())
     return amp.decorate(model, OPTIMIZERS[name](model.parameters()), dtype=dtype, master_weight=keeps)
 
 
-def bits_of(model: Any) -> list[bytes]:
-    """Parameters, and what is kept besides."""
+def bits_of(model: Any, optimizer: Any = None) -> list[bytes]:
+    """Parameters, and what is kept besides; of an optimizer with moments of 8 bits these, too."""
     found = [bridge.master_of(param) for param in model.parameters()]
     rests = [master.parts.rest for master in found if isinstance(master, MasterInParts)]
-    return [bridge.read_bytes(x).tobytes() for x in (*model.parameters(), *rests) if x is not None]
+    moments = optimizer.state_dict()["moments"] if hasattr(optimizer, bridge.MOMENTS_8BIT) else []
+    kept = (bridge.read_bytes(x) for x in (*model.parameters(), *rests) if x is not None)
+    return [x.tobytes() for x in (*kept, *moments)]
+
+
+def level(keeps: str | None) -> str:
+    return "O2" if keeps else "O1"
 
 
 def have_no_memory(optimizer: Any) -> bool:
@@ -127,13 +139,12 @@ def test_remainders_are_the_masters(queue: cl.CommandQueue, name: str, dtype: st
         np.testing.assert_allclose(one, other, rtol=0, atol=4 * 2.0**-40)
 
 
-@pytest.mark.parametrize("keeps", IN_PARTS)
-@pytest.mark.parametrize("name", ["Momentum", "AdamW"])
-def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, keeps: str) -> None:
+@pytest.mark.parametrize(("name", "keeps"), [*product(["Momentum", "AdamW"], IN_PARTS), *product(EIGHT_BIT, [None])])
+def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, keeps: str | None) -> None:
     model, optimizer = made(queue, name, keeps, "float16")
-    with amp.init(level="O2", loss_scale=64.0) as handle:
+    with amp.init(level=level(keeps), loss_scale=64.0) as handle:
         trained(handle, model, optimizer, range(2))
-        kept = bits_of(model), optimizer_state(optimizer, queue), bridge.roundings(optimizer)
+        kept = bits_of(model, optimizer), optimizer_state(optimizer, queue), bridge.roundings(optimizer)
         assert kept[2] == (2 if keeps == "stochastic" else 0)
         data = batch(queue, 16, WIDTHS[0], WIDTHS[-1])
         optimizer.zero_grad()
@@ -142,7 +153,7 @@ def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, kee
             plant(model.parameters()[2])
         optimizer.step()
         assert not handle.last_step.stepped
-        assert bits_of(model) == kept[0]
+        assert bits_of(model, optimizer) == kept[0]
         assert bridge.roundings(optimizer) == kept[2]
         optimizer.zero_grad()
         now = optimizer_state(optimizer, queue)
@@ -150,17 +161,16 @@ def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, kee
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "state_dict"])
-@pytest.mark.parametrize("keeps", IN_PARTS)
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("name", "keeps"), [*product(["SGD", "AdamW"], IN_PARTS), *product(EIGHT_BIT, [None])])
 @pytest.mark.parametrize("done", [0, 3])
 def test_a_resumed_run_goes_on_bit_by_bit(
-    queue: cl.CommandQueue, tmp_path: Path, name: str, keeps: str, how: str, done: int
+    queue: cl.CommandQueue, tmp_path: Path, name: str, keeps: str | None, how: str, done: int
 ) -> None:
     """In an optimizer that has made other steps meanwhile, more or fewer."""
     ended = []
     for resumes in (False, True):
         model, optimizer = made(queue, name, keeps)
-        with amp.init(dtype="bfloat16", level="O2") as handle:
+        with amp.init(dtype="bfloat16", level=level(keeps)) as handle:
             if not resumes:
                 trained(handle, model, optimizer, range(done))
                 amp.save_checkpoint(tmp_path / "run.npz", model, optimizer)
@@ -173,8 +183,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(
                 model.load_state_dict(state[0])
                 optimizer.load_state_dict(state[1])
             trained(handle, model, optimizer, range(done, done + 3))
-            assert have_no_memory(optimizer)
-            ended.append((bits_of(model), bridge.roundings(optimizer)))
+            assert keeps is None or have_no_memory(optimizer)
+            ended.append((bits_of(model, optimizer), bridge.roundings(optimizer), getattr(optimizer, "t", None)))
     assert ended[0] == ended[1]
 
 
@@ -196,21 +206,20 @@ def test_a_checkpoint_goes_on_with_masters_and_without(queue: cl.CommandQueue, t
             assert loaded is True or have_no_memory(optimizer)
 
 
-@pytest.mark.parametrize("keeps", IN_PARTS)
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_replays_are_as_steps_that_run(queue: cl.CommandQueue, name: str, keeps: str) -> None:
+@pytest.mark.parametrize(("name", "keeps"), [*product(["SGD", "Adam"], IN_PARTS), ("AdamW8bit", None)])
+def test_replays_are_as_steps_that_run(queue: cl.CommandQueue, name: str, keeps: str | None) -> None:
     """Chance, too, is another one in each replay."""
     ended = []
     for recorded in (False, True):
         model, optimizer = made(queue, name, keeps)
-        with amp.init(dtype="bfloat16", level="O2") as handle:
+        with amp.init(dtype="bfloat16", level=level(keeps)) as handle:
             train = stepping(handle, model, optimizer)
             train = amp.record(train) if recorded else train
             for index in range(5):
                 train(*batch(queue, 16, WIDTHS[0], WIDTHS[-1], seed=index))
             assert not recorded or train.recordings == 1
-            assert have_no_memory(optimizer)
-            ended.append(bits_of(model))
+            assert keeps is None or have_no_memory(optimizer)
+            ended.append(bits_of(model, optimizer))
     assert ended[0] == ended[1]
 
 
@@ -308,23 +317,6 @@ def test_a_tied_weight_that_was_given_twice_is_named(queue: cl.CommandQueue, kee
         assert found is not None
         step(handle, model, make(eval(found[1])), batch(queue, 16, 4, 4))
         assert handle.history[-1].stepped
-
-
-@pytest.mark.parametrize("keeps", IN_PARTS)
-@pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
-def test_a_step_is_whole_wherever_a_call_fails(queue: cl.CommandQueue, keeps: str, times: float) -> None:
-    place, reached = 0, True
-    with amp.init(level="O1"):
-        while reached:
-            alone, loop = (Loop(queue, OPTIMIZERS["Adam"], [(3,), (2, 2), (17,)]) for _ in range(2))
-            for each in (alone, loop):
-                masters.narrow(each.params[:2], "bfloat16", [each.optimizer], keep_master=keeps)
-            reached = both_step(alone, loop, place, times)
-            assert not both_step(alone, loop, np.inf, 0)
-            assert bridge.roundings(loop.optimizer) == bridge.roundings(alone.optimizer)
-            place += 1
-    assert place > 2
-    assert values_of(loop)
 
 
 @pytest.mark.parametrize("first", [True, False, *IN_PARTS])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.ops.cast import cast
 from clamp.params import masters, updates
+from tests.ops.test_optimizer_parts import IN_PARTS
 from tests.params.test_updates import MAKE, Loop, Make
 from tests.reference import to_device
 
@@ -29,6 +31,13 @@ STEPPED_BY: dict[str, Make] = {
 }
 Shapes = Sequence[tuple[int, ...]]
 FEW: Shapes = [(3,), (2, 2), (17,), (5,)]
+SHAPES: dict[str, Shapes] = {"as one": [(2048,)] * 8, "8 bits": [(3,), (300,)]}
+#: who steps, and how parameters or moments are kept: AdamW alone keeps the state of many parameters as one
+KEPT = [
+    *product(STEPPED_BY, ["float32", "16 bits"]),
+    ("adamw", "as one"),
+    *product(["adam"], ["8 bits", *IN_PARTS]),
+]
 
 
 class Fault(cl.RuntimeError):
@@ -91,7 +100,8 @@ def state_of(loop: Loop) -> list[Any]:
                 cl.enqueue_copy(param.queue, held, state)
                 state = held
             found.append(None if state is None else state.tobytes())
-    return found
+    moments = loop.optimizer.state_dict()["moments"] if hasattr(loop.optimizer, bridge.MOMENTS_8BIT) else []
+    return [*found, *(x.tobytes() for x in moments), bridge.roundings(loop.optimizer)]
 
 
 def step_with_fault(loop: Loop, place: float, times: float) -> bool:
@@ -110,9 +120,13 @@ def step_with_fault(loop: Loop, place: float, times: float) -> bool:
 
 
 def pair(queue: cl.CommandQueue, make: Make, shapes: Shapes, kind: str) -> tuple[Loop, Loop]:
+    make = amp.optim.Adam8bit if kind == "8 bits" else make
     loops = Loop(queue, make, shapes), Loop(queue, make, shapes)
-    for each in loops if kind == "16 bits" else ():
-        narrow(each)
+    for each in loops:
+        if kind == "16 bits":
+            narrow(each)
+        if kind in IN_PARTS:
+            masters.narrow(each.params[:2], "bfloat16", [each.optimizer], keep_master=kind)
     return loops
 
 
@@ -129,20 +143,16 @@ def both_step(alone: Loop, loop: Loop, place: float, times: float) -> bool:
 
 @pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
 @pytest.mark.parametrize("times", [1, 1000], ids=["once", "for good"])
-@pytest.mark.parametrize("kind", ["float32", "16 bits", "as one"])
-@pytest.mark.parametrize("name", STEPPED_BY)
+@pytest.mark.parametrize(("name", "kind"), KEPT)
 def test_a_first_step_is_whole_wherever_a_call_fails(
     queue: cl.CommandQueue, name: str, kind: str, times: float
 ) -> None:
-    """Which makes the optimizer's state; and the step after it."""
-    if kind == "as one" and name != "adamw":
-        return  # AdamW alone keeps the state of many parameters as one
-    shapes = [(2048,)] * 8 if kind == "as one" else FEW
+    """Which makes the optimizer's state; so is the next, in which a call fails as well, and one in which none does."""
     place, reached = 0, True
     with amp.init(level="O1"):
         while reached:
-            alone, loop = pair(queue, STEPPED_BY[name], shapes, kind)
-            reached = both_step(alone, loop, place, times)
+            alone, loop = pair(queue, STEPPED_BY[name], SHAPES.get(kind, FEW), kind)
+            reached = both_step(alone, loop, place, times) | both_step(alone, loop, place, times)
             assert not both_step(alone, loop, np.inf, 0)
             place += 1
     assert place > 2
