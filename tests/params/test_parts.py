@@ -21,6 +21,7 @@ from clamp.params.parts import MasterInParts
 from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.ops.test_optimizer_parts import IN_PARTS
 from tests.reference import HALF_DTYPES, NUMPY, to_device, to_numpy
+from tests.scaling import test_overflow
 from tests.scaling.test_overflow import optimizer_state, plant
 
 pytestmark = [
@@ -35,17 +36,22 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda params: Adam(params, lr=1e-3),
     "AdamW": lambda params: AdamW(params, lr=1e-3),
 }
+MASTERS = test_overflow.OPTIMIZERS  # netcl's, whose parameters have float32 masters here
 EIGHT_BIT: dict[str, Callable[[Any], Any]] = {  # whose parameters are in float32 here
     "Adam8bit": lambda params: amp.optim.Adam8bit(params, lr=1e-2),
     "AdamW8bit": lambda params: amp.optim.AdamW8bit(params, lr=1e-2),
 }
 
 
-def made(queue: cl.CommandQueue, name: str, keeps: bool | str, dtype: str = "bfloat16", built: str = "before") -> Any:
+def made(
+    queue: cl.CommandQueue, name: str, keeps: bool | str | None, dtype: str = "bfloat16", built: str = "before"
+) -> Any:
     """A model of 16-bit parameters, and an optimizer built before they became so, or after."""
     model = mlp(queue, *WIDTHS)
     if name in EIGHT_BIT:
         return model, EIGHT_BIT[name](model.parameters())
+    if name in MASTERS:
+        return amp.decorate(model, MASTERS[name](model.parameters()), dtype=dtype, master_weight=keeps)
     if built == "after":
         amp.decorate(model, dtype=dtype, master_weight=keeps)
         return model, OPTIMIZERS[name](model.parameters())
@@ -55,13 +61,13 @@ def made(queue: cl.CommandQueue, name: str, keeps: bool | str, dtype: str = "bfl
 def bits_of(model: Any, optimizer: Any = None) -> list[bytes]:
     """Parameters, and what is kept besides; of an optimizer with moments of 8 bits these, too."""
     found = [bridge.master_of(param) for param in model.parameters()]
-    rests = [master.parts.rest for master in found if isinstance(master, MasterInParts)]
+    rests = [master.parts.rest if isinstance(master, MasterInParts) else master for master in found]
     moments = optimizer.state_dict()["moments"] if hasattr(optimizer, bridge.MOMENTS_8BIT) else []
     kept = (bridge.read_bytes(x) for x in (*model.parameters(), *rests) if x is not None)
     return [x.tobytes() for x in (*kept, *moments)]
 
 
-def level(keeps: str | None) -> str:
+def level(keeps: bool | str | None) -> str:
     return "O2" if keeps else "O1"
 
 
@@ -139,8 +145,11 @@ def test_remainders_are_the_masters(queue: cl.CommandQueue, name: str, dtype: st
         np.testing.assert_allclose(one, other, rtol=0, atol=4 * 2.0**-40)
 
 
-@pytest.mark.parametrize(("name", "keeps"), [*product(["Momentum", "AdamW"], IN_PARTS), *product(EIGHT_BIT, [None])])
-def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, keeps: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [*product(["Momentum", "AdamW"], IN_PARTS), *product(MASTERS, [True]), *product(EIGHT_BIT, [None])],
+)
+def test_a_skipped_step_leaves_everything(queue: cl.CommandQueue, name: str, keeps: bool | str | None) -> None:
     model, optimizer = made(queue, name, keeps, "float16")
     with amp.init(level=level(keeps), loss_scale=64.0) as handle:
         trained(handle, model, optimizer, range(2))
