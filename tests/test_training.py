@@ -272,17 +272,6 @@ def test_a_parameters_own_node_that_outlives_zero_grad(queue: cl.CommandQueue) -
         np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 3), 2.0))
 
 
-def test_one_gradient_buffer_for_two_parameters_is_unscaled_once(queue: cl.CommandQueue) -> None:
-    first, second = (Parameter.from_host(queue, np.ones(5, np.float32)) for _ in range(2))
-    optimizer = SGD([first, second])
-    handle = amp.init()
-    loss = ag.sum(ag.add(ag.tensor(first, requires_grad=True), ag.tensor(second, requires_grad=True)))
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    np.testing.assert_array_equal(first.grad.to_host(), np.ones(5))
-    np.testing.assert_array_equal(second.grad.to_host(), np.ones(5))
-
-
 def test_a_16_bit_parameter_trains_through_its_master(queue: cl.CommandQueue) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 3), np.float16), dtype="float16")
     optimizer = SGD([weight], lr=2.0**-6)

@@ -353,6 +353,7 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(queue: cl.CommandQ
     with handle.scale_loss(ag.sum(ag.add(ag.tensor(first), ag.tensor(second))), optimizer) as scaled_loss:
         scaled_loss.backward()
     assert first.grad is second.grad
+    np.testing.assert_array_equal(first.grad.to_host(), np.ones(2))  # divided once
     getattr(clip, name)([first, second, first], 1.0)  # the norm of four ones is 2
     for param in (first, second):
         np.testing.assert_allclose(param.grad.to_host(), 0.5, rtol=1e-6)
