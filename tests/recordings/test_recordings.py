@@ -69,6 +69,20 @@ class Infer(Clamps):
         return self.model(x)
 
 
+class Times(Clamps):
+    """Its input times a number: of its own, or one that is given."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.builds: list[Any] = []
+
+    def build(self, x: Any, factor: Any = None) -> Any:
+        self.builds.append(factor)
+        return ag.mul(x, self.factor if factor is None else float(factor))
+
+
 def recorded(graph: amp.Graph, *inputs: Any) -> amp.Graph:
     """A graph after enough calls to replay."""
     for _ in range(3):
@@ -661,12 +675,6 @@ def test_constants_are_told_apart_by_type_and_value(queue: cl.CommandQueue) -> N
 
 
 def test_settings_that_differ_in_the_sign_of_zero_are_two(queue: cl.CommandQueue) -> None:
-    class Times(amp.Graph):
-        factor: float
-
-        def build(self, x: Any) -> Any:
-            return ag.mul(x, self.factor)
-
     graph = Times()
     graph.factor = 0.0
     recorded(graph, x_of(queue))
@@ -711,10 +719,6 @@ def test_a_constant_that_is_an_object_is_looked_into(queue: cl.CommandQueue) -> 
 def test_a_constant_that_changes_in_every_call_runs_with_one_warning_and_bounded_memory(
     queue: cl.CommandQueue,
 ) -> None:
-    class Times(Clamps):
-        def build(self, x: Any, factor: float) -> Any:
-            return ag.mul(x, factor)
-
     graph, x = Times(), x_of(queue)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -895,12 +899,6 @@ def test_memory_that_moved_and_moves_back_is_followed(queue: cl.CommandQueue) ->
 
 
 def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.CommandQueue) -> None:
-    class Times(amp.Graph):
-        factor, builds = 1.0, 0
-
-        def build(self, x: Any) -> Any:
-            return ag.mul(x, self.factor)
-
     graph, x = Times(), x_of(queue)
     for number in range(12):
         graph.factor = float(number)
@@ -911,15 +909,6 @@ def test_a_setting_that_changes_now_and_then_is_recorded_each_time(queue: cl.Com
 
 @pytest.mark.usefixtures("uncompared")
 def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> None:
-    class Times(Clamps):
-        def __init__(self) -> None:
-            super().__init__()
-            self.builds: list[int] = []
-
-        def build(self, x: Any, factor: int) -> Any:
-            self.builds.append(factor)
-            return ag.mul(x, float(factor))
-
     graph, x = Times(), x_of(queue)
     for factor in range(MOST_KEYS + 1):
         for _ in range(3):
