@@ -131,13 +131,17 @@ def test_step_in_a_region_without_a_handle(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), 1 - 2 * 2.0**-6))
 
 
-def test_zero_grad_clears_the_model_too(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("how", ["its gradient is cleared", "it is frozen"])
+def test_what_is_cleared_or_frozen_stays(queue: cl.CommandQueue, how: str) -> None:
     weight, x = weight_and_input(queue)
     amp.init()
     optimizer = SGD([weight], lr=1.0)
     backward(weight, x)
-    optimizer.zero_grad()
-    assert weight.grad is None
+    if how == "it is frozen":
+        weight.requires_grad, weight._frozen = False, True
+    else:
+        optimizer.zero_grad()
+        assert weight.grad is None
     optimizer.step()
     np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
 
@@ -279,16 +283,6 @@ def test_two_optimizers_of_one_parameter_share_its_master(queue: cl.CommandQueue
     (master,) = amp.master_params(later)
     for optimizer in made_by_netcl:
         assert amp.master_params(optimizer)[0] is master
-
-
-def test_frozen_parameters_stay(queue: cl.CommandQueue) -> None:
-    weight, x = weight_and_input(queue)
-    amp.init()
-    optimizer = SGD([weight], lr=1.0)
-    backward(weight, x)
-    weight.requires_grad, weight._frozen = False, True
-    optimizer.step()
-    np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
 
 
 @pytest.mark.filterwarnings("ignore:in this step:UserWarning")

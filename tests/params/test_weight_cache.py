@@ -62,11 +62,21 @@ def _take_buffer(param: Parameter, other: Tensor) -> None:
     param.buffer, param.of = other.buffer, other  # whose memory another tensor gets, where pools keep it
 
 
+def _layer_of(weight: Parameter) -> Linear:
+    layer = Linear(weight.queue, 4, 4, bias=False)
+    layer.weight = weight
+    return layer
+
+
 WRITES: dict[str, Callable[[Parameter], object]] = {
     "Tensor.write": lambda p: p.write(np.full((4, 4), 2.0, np.float32)),
     "write_tensor": lambda p: write_tensor(p, np.full((4, 4), 2.0, np.float32)),
     "transfer.fill": lambda p: transfer.fill(p.queue, p.buffer, np.float32(2.0), 0, 64),
     "transfer.copy": lambda p: transfer.copy(p.queue, p.buffer, to_device(p.queue, np.full((4, 4), 2.0)).buffer, 64),
+    "transfer.copy by keyword": lambda p: transfer.copy(
+        p.queue, dst=p.buffer, src=to_device(p.queue, np.full((4, 4), 2.0)).buffer, byte_count=64
+    ),
+    "load_state_dict": lambda p: _layer_of(p).load_state_dict({"weight": np.full((4, 4), 2.0, np.float32)}),
     "out=": lambda p: elementwise.elementwise_scalar(p, 2.0, "MUL", out=p),
     "elementwise_binary": lambda p: elementwise.elementwise_binary(p, p, "ADD(v0, v1)", out=p),
     "index_add": lambda p: index_add(p, 0, as_index_tensor([0, 1, 2, 3], p.queue), to_device(p.queue, np.ones((4, 4)))),
@@ -115,20 +125,6 @@ def test_a_write_to_a_part_or_to_the_whole_ends_the_others_entry(queue: cl.Comma
         values.get(tensor, "kind", lambda _: "value")
         values.drop_buffer(written)
         assert len(values) == (not ends)
-
-
-def test_copies_and_fills_by_keyword_end_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    weight, twos = (Parameter.from_host(queue, np.full((4, 4), x, np.float32)) for x in (1.0, 2.0))
-    assert output(weight) == 4.0
-    transfer.copy(queue, dst=weight.buffer, src=twos.buffer, byte_count=64)
-    assert output(weight) == 8.0
-
-
-def test_load_state_dict_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    layer = Linear(queue, 4, 4, bias=False)
-    output(layer.weight)
-    layer.load_state_dict({**layer.state_dict(), "weight": np.full((4, 4), 2.0, np.float32)})
-    assert output(layer.weight) == 8.0
 
 
 @pytest.mark.parametrize("make", [SGD, Adam, AdamW, Momentum, RMSProp])
