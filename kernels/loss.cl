@@ -41,9 +41,11 @@ static inline float row_total(__global const STORAGE(X_T) *row, size_t n, float 
 #ifdef LABELS
 #define storage_i64 long
 
-// A label as a class number; one that is no class of n (or NaN) becomes -1.
+// A label as a class number; one that is no class of n (or NaN, or between two) becomes -1.
 static inline long class_of_long(long label, ulong n) { return label >= 0 && label < (long)n ? label : -1; }
-static inline long class_of_float(float label, ulong n) { return label > -1.0f && label < (float)n ? (long)label : -1; }
+static inline long class_of_float(float label, ulong n) {
+    return label >= 0.0f && label < (float)n && label == floor(label) ? (long)label : -1;
+}
 #define class_i32(p, i, n) class_of_long((p)[i], n)
 #define class_i64(p, i, n) class_of_long((p)[i], n)
 #define class_f32(p, i, n) class_of_float(LOAD(f32, p, i), n)

@@ -124,6 +124,54 @@ def _refusals() -> list[Any]:
         ("split", ((2, 3), [1, 5]), ValueError, r"^split: .*\[1, 5\]"),
         ("chunk", ((2, 3), 0), ValueError, "^chunk: chunks is 0"),
         ("getitem", ((2, 3), Given((0, 0, 0))), IndexError, "^getitem: 3 indices"),
+        ("getitem", ((2, 3), True), TypeError, "^getitem: unsupported index type bool"),
+        *(
+            ("index_select", ((2, 3), 1, mask), TypeError, r"^index_select: .* boolean mask, .* np.flatnonzero\(mask\)")
+            for mask in ([True, False, True], np.array([True, False, True]))
+        ),
+        ("gather", ((2, 3), 0, [0.5]), ValueError, "^gather: 0.5 stands where only whole numbers may"),
+        ("embedding", ((2, 3), np.array([0, np.nan])), ValueError, "^embedding: nan stands"),
+        ("cross_entropy", ((2, 3), np.array([0.5, 1])), ValueError, "^cross_entropy: 0.5 stands"),
+        ("cross_entropy", ((2, 3), np.array([2**32, 1])), IndexError, "^cross_entropy: label 4294967296 is no class"),
+        ("cross_entropy_indices", ((2, 3), [0, 1], None), TypeError, "^cross_entropy_indices: ignore_index is None"),
+        ("contrastive_loss", ((2, 3), (2, 3), [0.5, 1]), ValueError, "^contrastive_loss: 0.5 stands"),
+        *(
+            (name, arguments, TypeError, f"^{name}: {argument} is {value!r}; it must be a number")
+            for value in (None, "x")
+            for name, argument, *arguments in (
+                ("leaky_relu", "negative_slope", (2, 3), value),
+                ("elu", "alpha", (2, 3), value),
+                ("clamp", "min_val", (2, 3), value, 1.0),
+                ("hard_tanh", "max_val", (2, 3), -1.0, value),
+                ("smooth_l1_loss", "beta", (2, 3), (2, 3), value),
+                ("weighted_smooth_l1_loss", "beta", (2, 3), (2, 3), (2, 3), value),
+                ("hinge_loss", "margin", (2, 3), (2, 3), value),
+                ("triplet_loss", "margin", (2, 3), (2, 3), (2, 3), value),
+                ("contrastive_loss", "margin", (2, 3), (2, 3), [0, 1], value),
+                ("batch_hard_triplet_loss", "margin", (2, 3), [0, 1], value),
+                ("info_nce_loss", "temperature", (2, 3), (2, 3), value),
+                ("layer_norm", "eps", (2, 3), (3,), (3,), value),
+                ("rms_norm", "eps", (2, 3), (3,), value),
+                ("l2_normalize", "eps", (2, 3), -1, value),
+                ("group_norm", "eps", (2, 3, 1, 1), (3,), (3,), 1, value),
+                ("rope", "base", (2, 4), (2,), value),
+            )
+        ),
+        ("clamp", ((2, 3), float("nan"), 1.0), ValueError, "^clamp: the bounds are nan and 1.0; pass an infinity"),
+        ("group_norm", ((2, 4, 1, 1), (4,), (4,), 2.5), ValueError, "^group_norm: groups is 2.5"),
+        ("affine_grid", ((1, 2, 3), Given((1, 1, 2.5, 3))), ValueError, "^affine_grid: an extent of size is 2.5"),
+        ("flash_attention", (*[(1, 1, 2, 4)] * 3, True, "x"), TypeError, "^flash_attention: scale is 'x'"),
+        *(
+            ("upsample", ((1, 1, 4, 4), *given), error, f"^upsample: {message}")
+            for given, error, message in (
+                ((4.5,), ValueError, "size is 4.5"),
+                (("x",), TypeError, "size is 'x'"),
+                (([4],), ValueError, r"size is \[4\]; pass one number, or two"),
+                ((None, float("nan")), ValueError, "scale_factor is nan"),
+                ((None, "x"), TypeError, "scale_factor is 'x'"),
+                ((None, np.ones(3)), ValueError, "scale_factor is array.*pass one number, or two"),
+            )
+        ),
         ("reshape", ((2, 3), [4, 2]), ValueError, "^reshape: "),
         ("reshape", ((2, 3), 6), TypeError, "^reshape: shape is 6"),
         ("flatten", ((2, 3), [-1, -1]), ValueError, "^flatten: only one"),
@@ -193,6 +241,10 @@ def test_whole_numbers_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
         assert ag.max_pool2d(x, two, two).value.shape == (1, 1, 2, 2)
         assert ag.pad2d(x, two).value.shape == (1, 1, 8, 8)
         assert ag.sum(x, two).value.shape == (1, 1, 4)
+        assert ag.upsample(x, two).value.shape == (1, 1, 2, 2)
+        assert ag.upsample(x, scale_factor=two).value.shape == (1, 1, 8, 8)
+        assert ag.upsample(x, [two, 3]).value.shape == (1, 1, 2, 3)
+        assert ag.cross_entropy_indices(ag.tensor(to_device(queue, np.ones((2, 3)))), [2, 1], two).value.to_host() > 1
     for none in (0, 0.0, np.float32(0)):
         assert ag.dropout(x, none) is x
 

@@ -7,6 +7,7 @@ x = 4.5 on, while the slope is not. It reads the result where nothing is lost by
 from __future__ import annotations
 
 import threading
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,8 @@ for _name, _rule in _PLAIN.items():
 @implements("netcl.autograd.leaky_relu", "netcl.ops.elementwise.leaky_relu", uses=(elementwise,))
 def leaky_relu(casting: Casting, x: TensorLike, negative_slope: float = 0.01, tape: Tape | None = None) -> Any:
     """x where positive, negative_slope * x elsewhere."""
-    return apply_unary(casting, x, tape, "leaky_relu", "leaky_relu_grad", negative_slope)
+    slope = number("leaky_relu", "negative_slope", negative_slope)
+    return apply_unary(casting, x, tape, "leaky_relu", "leaky_relu_grad", slope)
 
 
 @implements("netcl.autograd.gelu", "netcl.ops.elementwise.gelu", uses=(elementwise,))
@@ -72,21 +74,33 @@ def gelu(casting: Casting, x: TensorLike, approximate: bool = True, tape: Tape |
 @implements("netcl.autograd.elu", "netcl.ops.elementwise.elu", uses=(elementwise,))
 def elu(casting: Casting, x: TensorLike, alpha: float = 1.0, tape: Tape | None = None) -> Any:
     """x where positive, alpha * (exp(x) - 1) elsewhere."""
-    return apply_unary(casting, x, tape, "elu", "elu_grad", alpha)
+    return apply_unary(casting, x, tape, "elu", "elu_grad", number("elu", "alpha", alpha))
 
 
 @implements("netcl.autograd.clamp", "netcl.autograd.clip", "netcl.ops.elementwise.clamp", uses=(elementwise,))
 def clamp(casting: Casting, x: TensorLike, min_val: float, max_val: float, tape: Tape | None = None) -> Any:
-    """x, not below min_val and not above max_val. The gradient passes at the bounds and between them."""
-    return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
+    """x, not below min_val and not above max_val; an infinity is no bound. The gradient passes at the bounds and
+    between them.
+
+    Raises:
+        TypeError, ValueError: a bound is no number, or NaN, which netcl takes for no bound.
+    """
+    return apply_unary(casting, x, tape, "clamp", "clamp_grad", *_bounds("clamp", min_val, max_val))
 
 
 @implements("netcl.autograd.hard_tanh", "netcl.ops.elementwise.hard_tanh", uses=(elementwise,))
 def hard_tanh(
     casting: Casting, x: TensorLike, min_val: float = -1.0, max_val: float = 1.0, tape: Tape | None = None
 ) -> Any:
-    """x, not below min_val and not above max_val."""
-    return apply_unary(casting, x, tape, "clamp", "clamp_grad", min_val, max_val)
+    """x, not below min_val and not above max_val; see ``clamp``."""
+    return apply_unary(casting, x, tape, "clamp", "clamp_grad", *_bounds("hard_tanh", min_val, max_val))
+
+
+def _bounds(function: str, min_val: Any, max_val: Any) -> tuple[float, float]:
+    bounds = number(function, "min_val", min_val), number(function, "max_val", max_val)
+    if any(map(isnan, bounds)):
+        raise ValueError(f"{function}: the bounds are {min_val} and {max_val}; pass an infinity for no bound, not NaN")
+    return bounds
 
 
 @implements("netcl.autograd.pow", uses=(elementwise,))

@@ -34,7 +34,7 @@ Gradient = tuple[str | int, ...]
 #: The gradient passes as it is.
 PASS: Gradient = ("copy", "g")
 
-_NUMBERS = (int, float, np.floating, np.integer)
+_NUMBERS = (int, float, np.floating, np.integer, np.bool_)
 
 
 def is_scalar(x: object) -> bool:
@@ -220,7 +220,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     The mask may have any dtype and any shape whose size divides x's: it repeats over the leading elements.
 
     Raises:
-        ValueError: it does not divide x's.
+        ValueError: it does not divide x's, or its shape promises to broadcast otherwise.
     """
     operand, where = _masked_operands(casting, x, mask)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))

@@ -19,6 +19,7 @@ from clamp.casting.registry import implements
 from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import kept
 from clamp.ops import attention as ops
+from clamp.ops.arguments import number, whole_number
 from clamp.ops.rope import rope as rotate
 
 
@@ -87,7 +88,8 @@ def flash_attention_decode(
     require_floats("flash_attention_decode", q=qo, k_cache=ko, v_cache=vo)
     bridge.require_same_queue("flash_attention_decode", qo.value, ko.value, vo.value)
     dtype = casting.result_dtype(qo)
-    return ops.attention_decode(qo.value, ko.value, vo.value, int(cache_len), scale, out_dtype=dtype)
+    cache_len = whole_number("flash_attention_decode", "cache_len", cache_len)
+    return ops.attention_decode(qo.value, ko.value, vo.value, cache_len, scale, out_dtype=dtype)
 
 
 @implements("netcl.autograd.rope", "netcl.ops.norm_rope.rope", uses=(rotate,))
@@ -108,10 +110,10 @@ def rope(
     (operand,) = float_operands(casting, x)
     places = whole_value(as_node(positions))
     bridge.require_same_queue("rope", operand.value, places)
-    dtype = casting.result_dtype(operand)
-    out = rotate(operand.value, places, float(base), inverse=bool(inverse), out_dtype=dtype)
+    dtype, base = casting.result_dtype(operand), number("rope", "base", base)
+    out = rotate(operand.value, places, base, inverse=bool(inverse), out_dtype=dtype)
 
     def gradient(grad: Tensor) -> Tensor:
-        return rotate(grad, places, float(base), inverse=not inverse, out_dtype=operand.grad_dtype)
+        return rotate(grad, places, base, inverse=not inverse, out_dtype=operand.grad_dtype)
 
     return bound(out, {operand: gradient}, "rope", tape, unread=(operand,))

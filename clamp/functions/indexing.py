@@ -33,7 +33,9 @@ def _indices(name: str, index: Any, x: Tensor, axis: int) -> Tensor:
         bridge.require_same_queue(name, x, value)
         return _as_int32(value)
     extent = x.shape[axis_of(name, axis, len(x.shape))]
-    host = host_integers(index)
+    host = host_integers(name, index)
+    if np.asarray(index).dtype == bool:
+        raise TypeError(f"{name}: the indices are a boolean mask, and must be numbers; pass np.flatnonzero(mask)")
     wrong = host[(host < -extent) | (host >= extent)]
     if wrong.size:
         raise IndexError(f"{name}: index {wrong[0]} out of range for axis {axis} of size {extent}")
@@ -53,23 +55,30 @@ def whole_value(x: TensorLike) -> Tensor:
     return owned_value(x)
 
 
-def host_integers(index: Any, dtype: Any = np.int64) -> Any:
-    """Numbers of the host as a flat array of integers.
+def host_integers(name: str, numbers: Any) -> Any:
+    """Numbers of the host as a flat int64 array; ``name``: what the user called.
 
     Raises:
+        ValueError: one is no whole number.
         NotOwned: they are no numbers.
     """
     try:
-        return np.asarray(index).astype(dtype).ravel()
+        given = np.asarray(numbers)
+        with np.errstate(invalid="ignore"):
+            whole = given.astype(np.int64)
     except (TypeError, ValueError):
         raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+    if given.dtype.kind == "f" and (wrong := given[given != whole]).size:
+        raise ValueError(f"{name}: {wrong[0]} stands where only whole numbers may: an index, or the number of a class")
+    return whole.ravel()
 
 
 def int32_on_device(host: Any, queue: Any) -> Tensor:
-    """Integers of the host as an int32 tensor."""
+    """Integers of the host as an int32 tensor; what no int32 is becomes the nearest, and no other number's place."""
     if host.size == 0:
         return bridge.empty(queue, (0,), "int32")
-    return Tensor.from_host(queue, host.astype(np.int32), dtype="int32")
+    limits = np.iinfo(np.int32)
+    return Tensor.from_host(queue, host.clip(limits.min, limits.max).astype(np.int32), dtype="int32")
 
 
 def _select(
@@ -193,7 +202,7 @@ def one_hot(casting: Casting, idx: Any, num_classes: int, queue: Any = None, dty
     if not isinstance(idx, Tensor):
         if queue is None:
             raise NotOwned
-        idx = int32_on_device(host_integers(idx), queue)
+        idx = int32_on_device(host_integers("one_hot", idx), queue)
     num_classes = whole_number("one_hot", "num_classes", num_classes, 0)
     return ops.one_hot(_as_int32(whole_value(idx)), num_classes, out_dtype=dtype)
 
@@ -213,7 +222,9 @@ def tensor_index_select_backward(
     (grad,) = float_operands(casting, grad_out)
     shape, queue = tuple(int(extent) for extent in x_shape), grad.value.queue
     axis = axis_of("index_select_backward", axis, len(shape))
-    at = _as_int32(whole_value(idx) if isinstance(idx, Tensor) else int32_on_device(host_integers(idx), queue))
+    if not isinstance(idx, Tensor):
+        idx = int32_on_device(host_integers("index_select_backward", idx), queue)
+    at = _as_int32(whole_value(idx))
     return _selected_gradient(grad.value, shape, axis, at, casting.result_dtype(grad))
 
 

@@ -20,6 +20,7 @@ from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is,
 from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
+from clamp.ops.arguments import number, whole_number
 from clamp.ops.elementwise import elementwise
 from clamp.ops.loss_elementwise import (
     LOSS_TERMS,
@@ -100,9 +101,10 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
     Raises:
         ValueError: beta is negative or NaN.
     """
+    beta = number("smooth_l1_loss", "beta", beta)
     if not beta >= 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative or NaN")
-    return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, float(beta))
+    return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, beta)
 
 
 @implements("netcl.autograd.binary_cross_entropy_with_logits", uses=(LOSS_TERMS,))
@@ -177,6 +179,7 @@ def cross_entropy_indices(
 def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_index: int, tape: Tape | None) -> Any:
     (x,) = casting.operands(as_node(logits))
     rows, classes = _require_rows(name, x)
+    ignore_index = min(max(whole_number(name, "ignore_index", ignore_index), -(2**31)), 2**31 - 1)
     labels = _labels(name, targets, x.value, classes, ignore_index)
     if labels.size != rows:
         raise ValueError(
@@ -214,7 +217,7 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
     value = labels_given(name, targets, logits)
     if isinstance(value, Tensor):
         return value
-    host = host_integers(value, np.int32)
+    host = host_integers(name, value)
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
     if wrong.size:
         raise IndexError(f"{name}: label {wrong[0]} is no class of logits of shape {logits.shape}")
@@ -233,10 +236,11 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     _require_rows("hinge_loss", x)
     require_floats("hinge_loss", targets=t)
     require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
-    forward = ops.hinge_loss(x.value, t.value, float(margin))
+    margin = number("hinge_loss", "margin", margin)
+    forward = ops.hinge_loss(x.value, t.value, margin)
 
     def gradient(grad: Tensor) -> Tensor:
-        return ops.hinge_gradient(x.value, forward, grad, float(margin), x.grad_dtype)
+        return ops.hinge_gradient(x.value, forward, grad, margin, x.grad_dtype)
 
     return bound(forward.loss, {x: gradient, t: None}, "hinge_loss", tape)
 
@@ -318,6 +322,10 @@ _BANNED_EPSILON = 1e-6  # binary_cross_entropy's
 _SMALLEST_BETA = 1e-6
 
 
+def _beta(name: str, beta: float) -> float:
+    return max(number(name, "beta", beta), _SMALLEST_BETA)
+
+
 def _reduced(kind: str, operands: Sequence[Operand], constants: Sequence[float], summed: bool) -> Tensor:
     values = [operand.value for operand in operands]
     return loss_sum(kind, values, constants) if summed else loss_terms(kind, values, "float32", constants)
@@ -335,7 +343,7 @@ def _weighted_smooth_l1(name: str, summed: bool) -> Function:
         casting: Casting, pred: Any, target: Any, weight: Any, beta: float = 1.0, tape: Tape | None = None
     ) -> Any:
         x, t, w = operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
-        constants = (max(float(beta), _SMALLEST_BETA),)
+        constants = (_beta(name, beta),)
         gradients: Gradients = {
             x: slope(kind, operands, x, constants),
             t: slope(kind, (t, x, w), t, constants),  # the loss is a function of |x - t|
@@ -384,8 +392,9 @@ def fused_weighted_bce_smooth_l1_loss(
     name, kind = "fused_weighted_bce_smooth_l1_loss", "detection"
     operands = operands_alike(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
     constants = detection_constants(
-        max(float(beta), _SMALLEST_BETA), _PROBABILITY_EPSILON, float(heat_scale), float(reg_scale)
-    )
+        _beta(name, beta), _PROBABILITY_EPSILON, number(name, "heat_scale", heat_scale),
+        number(name, "reg_scale", reg_scale),
+    )  # fmt: skip
     loss = loss_sum(kind, [operand.value for operand in operands], constants)
     x, *others = operands
     return bound(loss, {x: slope(kind, operands, x, constants), **dict.fromkeys(others)}, name, tape)
@@ -412,8 +421,9 @@ def weighted_box_smooth_l1_loss(
     x, t = operands = operands_alike(casting, name, pred=pred, target=target)
     if len(x.shape) != 2 or x.shape[1] != 4:
         raise ValueError(f"{name}: pred and target have shape {x.shape}, and must be (N, 4): one box a row")
-    sizes = (max(float(beta), _SMALLEST_BETA), max(float(area_ref), 1e-6))
-    constants = (*sizes, float(area_gain), float(miss_gain), float(center_gain), float(size_gain))
+    gains = {"area_gain": area_gain, "miss_gain": miss_gain, "center_gain": center_gain, "size_gain": size_gain}
+    sizes = (_beta(name, beta), max(number(name, "area_ref", area_ref), 1e-6))
+    constants = (*sizes, *(number(name, gain, value) for gain, value in gains.items()))
     loss = loss_sum("box", (x.value, t.value), constants)
     gradients: Gradients = {x: slope("box", operands, x, constants), t: slope("box_target", operands, t, constants)}
     return bound(loss, gradients, name, tape)

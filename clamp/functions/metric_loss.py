@@ -18,6 +18,7 @@ from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import labels_given, operands_alike
 from clamp.ops import distances, info_nce
+from clamp.ops.arguments import number
 from clamp.ops.reduce import reduce_sum
 
 _PARTNERS = (distances.PARTNERS, reduce_sum)  # without the kernels of triplets
@@ -46,7 +47,7 @@ def _labels(name: str, labels: Any, x: Tensor, as_classes: bool) -> Tensor:
     """
     value = labels_given(name, labels, x)
     if not isinstance(value, Tensor):
-        value = host_integers(value)
+        value = host_integers(name, value)
         value = np.unique(value, return_inverse=True)[1].ravel() if as_classes else value
     if value.size != x.shape[0]:
         raise ValueError(f"{name}: {value.size} labels for embeddings of shape {tuple(x.shape)}; pass one for each row")
@@ -102,9 +103,8 @@ def triplet_loss(
     """
     _require_choices("triplet_loss", reduction, distance)
     a, p, n = _rows(casting, "triplet_loss", anchor=anchor, positive=positive, negative=negative)
-    forward = distances.triplet_loss(
-        a.value, p.value, n.value, float(margin), distance == "euclidean", reduction == "mean"
-    )
+    margin = number("triplet_loss", "margin", margin)
+    forward = distances.triplet_loss(a.value, p.value, n.value, margin, distance == "euclidean", reduction == "mean")
     gradients: Gradients = {
         a: partial(_partner_gradient, a, (p, n), 0, forward),
         p: partial(_partner_gradient, p, (a,), 0, forward),
@@ -132,7 +132,8 @@ def contrastive_loss(
     _require_choices("contrastive_loss", reduction)
     x, y = _rows(casting, "contrastive_loss", x1=x1, x2=x2)
     on_device = _labels("contrastive_loss", labels, x.value, as_classes=False)
-    forward = distances.contrastive_loss(x.value, y.value, on_device, float(margin), reduction == "mean")
+    margin = number("contrastive_loss", "margin", margin)
+    forward = distances.contrastive_loss(x.value, y.value, on_device, margin, reduction == "mean")
     gradients: Gradients = {
         x: partial(_partner_gradient, x, (y,), 0, forward),
         y: partial(_partner_gradient, y, (x,), 0, forward),
@@ -158,7 +159,8 @@ def _mined(name: str, mine: Callable[..., Any]) -> Function:
         _require_choices(name, reduction, distance)
         (x,) = _rows(casting, name, embeddings=embeddings)
         on_device = _labels(name, labels, x.value, as_classes=True)
-        forward = mine(x.value, on_device, float(margin), distance == "euclidean", reduction == "mean")
+        margin = number(name, "margin", margin)
+        forward = mine(x.value, on_device, margin, distance == "euclidean", reduction == "mean")
 
         def gradient(grad: Tensor) -> Tensor:
             return distances.triplet_gradient(x.value, forward, grad, x.grad_dtype)
@@ -197,12 +199,13 @@ def info_nce_loss(
         ValueError: the shapes differ or are not (N, D); a temperature that is not positive; an unknown reduction.
     """
     _require_choices("info_nce_loss", reduction)
+    temperature = number("info_nce_loss", "temperature", temperature)
     if not temperature > 0.0:
         raise ValueError(f"info_nce_loss: temperature must be positive, got {temperature}")
     q, k = _rows(casting, "info_nce_loss", queries=queries, keys=keys)
     forward = info_nce.info_nce(
         q.value, k.value,
-        temperature=float(temperature), normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
+        temperature=temperature, normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
     )  # fmt: skip
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from clamp.functions.recompute import is_recomputing, kept
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops import norm_sets
-from clamp.ops.arguments import axis_of, require_nchw
+from clamp.ops.arguments import axis_of, number, require_nchw, whole_number
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
@@ -87,12 +87,12 @@ def _normalized_batch(
         moved = _statistics_of(name, xo, xo.shape[1], running_mean, running_var)
     if training and is_recomputing():
         moved = [None, None]
-    dtype, eps, made = casting.result_dtype(xo), float(eps), list[Tensor]()
+    dtype, eps, made = casting.result_dtype(xo), number(name, "eps", eps), list[Tensor]()
 
     def of_the_batch() -> tuple[Tensor, Tensor]:
         result, mean, var = planes_ops.batch_norm(
             xo.value, go.value, bo.value, *moved,
-            momentum=float(momentum), eps=eps, out_dtype=dtype, activation=activation,
+            momentum=number(name, "momentum", momentum), eps=eps, out_dtype=dtype, activation=activation,
         )  # fmt: skip
         made.append(result)
         return mean, var
@@ -144,7 +144,7 @@ def batch_norm2d_leaky_relu(
     """leaky_relu of ``batch_norm2d``, in its store. Arguments and results as there."""
     return _normalized_batch(
         casting, x, gamma, beta, running_mean, running_var, momentum, eps, training, tape, "batch_norm2d_leaky_relu",
-        Activation(2, float(negative_slope)),
+        Activation(2, number("batch_norm2d_leaky_relu", "negative_slope", negative_slope)),
     )  # fmt: skip
 
 
@@ -196,8 +196,9 @@ def group_norm(
     """
     (xo,) = float_operands(casting, x)
     require_nchw("group_norm", xo.shape)
-    groups, eps, channels = int(groups), float(eps), xo.shape[1]
-    if groups < 1 or channels % groups:
+    groups, eps = whole_number("group_norm", "groups", groups, 1), number("group_norm", "eps", eps)
+    channels = xo.shape[1]
+    if channels % groups:
         raise ValueError(f"group_norm: {channels} channels are not divisible by groups={groups}")
     go, bo = _parameters_of("group_norm", xo, channels, gamma, beta)
     dtype = casting.result_dtype(xo)
@@ -249,7 +250,7 @@ def layer_norm(
         The result, and the means and variances in float32, of shape (..., 1).
     """
     (xo,) = float_operands(casting, x)
-    eps, shape = float(eps), xo.shape
+    eps, shape = number("layer_norm", "eps", eps), xo.shape
     rows = _rows_that_share_statistics(xo, as_node(gamma))
     go, bo = _parameters_of("layer_norm", xo, rows[-1], gamma, beta)
     out, mean, var = rows_ops.layer_norm(
@@ -316,7 +317,8 @@ def rms_norm(
     """
     (xo,) = float_operands(casting, x)
     (go,) = _parameters_of("rms_norm", xo, _last_axis("rms_norm", xo), gamma)
-    out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=float(eps), out_dtype=casting.result_dtype(xo))
+    eps, dtype = number("rms_norm", "eps", eps), casting.result_dtype(xo)
+    out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=eps, out_dtype=dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dgamma = rows_ops.rms_norm_backward(
@@ -345,7 +347,7 @@ def tensor_rms_norm_backward(
 def l2_normalize(casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e-8, tape: Tape | None = None) -> Any:
     """``X / (|X| + eps)`` along an axis."""
     (xo,) = float_operands(casting, X)
-    eps, axis = float(eps), axis_of("l2_normalize", dim, len(xo.shape))
+    eps, axis = number("l2_normalize", "eps", eps), axis_of("l2_normalize", dim, len(xo.shape))
     # The kernels go along the last axis; another one changes places with it, and back.
     order = list(range(len(xo.shape)))
     order[axis], order[-1] = order[-1], order[axis]

@@ -129,7 +129,8 @@ def _sliced(
         parent = Operand(node, operand.value)
 
     def gradient(start: int, length: int, grad: Tensor) -> Tensor | None:
-        assert slices is not None  # nothing else asks for a gradient
+        if slices is None:  # there is nothing to cut
+            return bridge.empty(grad.queue, parent.shape, parent.grad_dtype)
         return slices.take(rows, Part(start, length, bridge.view(grad, (rows, length))))
 
     operand.forward_done()
@@ -268,7 +269,7 @@ def _parse(key: Any, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], set
                 raise NotImplementedError(f"getitem: strided slicing is not supported, got {k}; take a slice of step 1")
             start, stop, _ = k.indices(extent)
             stretches.append((start, max(stop - start, 0)))
-        elif isinstance(k, int | np.integer):
+        elif isinstance(k, int | np.integer) and not isinstance(k, bool):  # numpy means a mask by that
             if not -extent <= k < extent:
                 raise IndexError(f"getitem: index {k} out of range for axis {axis} of size {extent}")
             stretches.append((int(k) % extent, 1))

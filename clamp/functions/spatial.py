@@ -7,6 +7,7 @@ grid, and the map that makes one, hold coordinates: they are read in their own d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from clamp.ops import grid as grid_ops
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as pool_ops
 from clamp.ops import upsample as upsample_ops
-from clamp.ops.arguments import whole_number
+from clamp.ops.arguments import number, whole_number
 from clamp.ops.cast import cast
 from clamp.ops.reduce import reduce_sum
 
@@ -182,15 +183,26 @@ def _output_size(shape: Sequence[int], size: Size, scale_factor: ScaleFactor) ->
     """Height and width of the result; ValueError unless exactly one of size and scale_factor is given."""
     if len(shape) != 4:
         raise ValueError(f"upsample expects a 4D NCHW tensor, got shape {tuple(shape)}")
-    if size is not None and scale_factor is None:
-        height, width = (size, size) if isinstance(size, int) else size
-        return int(height), int(width)
-    if scale_factor is None or size is not None:
+    if (size is None) == (scale_factor is None):
         raise ValueError(
             f"upsample: exactly one of size or scale_factor must be given, got size={size}, scale_factor={scale_factor}"
         )
-    down, across = scale_factor if isinstance(scale_factor, Sequence) else (scale_factor, scale_factor)
-    return int(shape[2] * float(down)), int(shape[3] * float(across))
+    if size is not None:
+        height, width = _both("size", size)
+        return whole_number("upsample", "size", height), whole_number("upsample", "size", width)
+    down, across = (number("upsample", "scale_factor", factor) for factor in _both("scale_factor", scale_factor))
+    if not (isfinite(down) and isfinite(across)):
+        raise ValueError(f"upsample: scale_factor is {scale_factor}; pass a finite number, or two")
+    return int(shape[2] * down), int(shape[3] * across)
+
+
+def _both(argument: str, given: Any) -> tuple[Any, Any]:
+    """One for down and one for across."""
+    if np.ndim(given) == 0:
+        return given, given
+    if np.shape(given) != (2,):
+        raise ValueError(f"upsample: {argument} is {given!r}; pass one number, or two: down and across")
+    return given[0], given[1]
 
 
 @implements("netcl.autograd.upsample", "netcl.ops.upsample.upsample", uses=(upsample_ops,))
@@ -280,7 +292,7 @@ def affine_grid(
         ValueError: theta or size have another shape, or their N differ.
     """
     (operand,) = _operands(casting, theta)
-    size = tuple(int(extent) for extent in size)
+    size = tuple(whole_number("affine_grid", "an extent of size", extent) for extent in size)
     dtype = casting.result_dtype(operand)
     out = grid_ops.affine_grid(operand.value, size, align_corners, out_dtype=dtype)
 

@@ -47,14 +47,21 @@ def whole_number(function: str, argument: str, value: Any, least: int | None = N
 
 
 def number(function: str, argument: str, value: Any) -> float:
-    """The value as a float.
+    """The value as a float, finite if it is finite.
 
     Raises:
         TypeError: it is no number.
     """
-    if not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{function}: {argument} is {value!r}; it must be a number")
-    return float(value)
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
+    try:
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return saturated(value, "float32")
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{function}: {argument} is {value!r:.80}; it must be a number")
 
 
 def probability(function: str, argument: str, value: Any) -> float:

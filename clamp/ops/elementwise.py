@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import dropwhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,10 +215,20 @@ def masked_fill_backward(grad: Tensor, mask: Tensor, *, out_dtype: str) -> Tenso
 
 
 def _repeats(x: Tensor, mask: Tensor) -> int:
+    if mask.size == 0 == x.size:
+        return 0
     if mask.size == 0 or x.size % mask.size:
         raise ValueError(
             f"masked_fill: a mask of shape {tuple(mask.shape)} does not repeat over a tensor of shape "
             f"{tuple(x.shape)}: {mask.size} elements do not divide {x.size}"
+        )
+    own = tuple(dropwhile(lambda extent: extent == 1, mask.shape))
+    last = tuple(x.shape[len(x.shape) - len(own) :])
+    if own != last and len(own) == len(last) and all(m in (1, n) for m, n in zip(own, last, strict=True)):
+        raise ValueError(
+            f"masked_fill: a mask of shape {tuple(mask.shape)} for a tensor of shape {tuple(x.shape)}: netcl does not "
+            "broadcast it, but repeats its elements as they lie in memory; pass a mask of all extents, or "
+            "ag.where(mask, fill, x), which broadcasts"
         )
     return x.size // mask.size
 

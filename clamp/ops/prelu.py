@@ -81,4 +81,4 @@ def _beside(slope: Tensor, x: Tensor) -> Tensor:
             f"prelu: a slope of shape {slope.shape} for x of shape {x.shape}; pass {channels} slopes (alpha shape must "
             "match channels), or one"
         )
-    return bridge.view(slope, (1,) if slope.size == 1 else (slope.size, *(1 for _ in x.shape[2:])))
+    return bridge.view(slope, (1,) * min(len(x.shape), 1) if slope.size == 1 else (channels, *(1 for _ in x.shape[2:])))

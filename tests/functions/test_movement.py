@@ -60,6 +60,20 @@ def test_an_index_that_cuts_nothing_off(queue: cl.CommandQueue) -> None:
     assert slicing.getitem(Match(), x, (0, slice(2, 2))).value.shape == (0,)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_slices_of_nothing_have_a_gradient(queue: cl.CommandQueue, shape: tuple[int, int]) -> None:
+    for cut in (
+        lambda x: slicing.narrow(Match(), x, 1, 0, 0),
+        lambda x: slicing.split(Match(), x, 2, int(shape[0] == 0))[0],
+        lambda x: slicing.getitem(Match(), x, slice(0, 0)),
+    ):
+        x = leaf(queue, np.ones(shape), "float16")
+        out = cut(x)
+        if out is not x:
+            Tape().backward(out, out.value)
+            assert (x.grad.shape, x.grad.dtype) == (shape, "float16")
+
+
 def test_operators_reach_clamp(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     x = leaf(queue, VALUES, "bfloat16")
     out = x[:, 1]

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pyopencl as cl
 
+from clamp import bridge
+from clamp.bridge import Tape, Tensor
 from clamp.casting.policies import Match
 from clamp.functions import activations as functions
+from tests.functions.operands import leaf
 from tests.reference import assert_close, to_device
+
+
+def test_a_tensor_without_dimensions(queue: cl.CommandQueue) -> None:
+    x, slope = (leaf(queue, value) for value in (-2.0, 0.5))
+    x.value, slope.value = (bridge.view(node.value, ()) for node in (x, slope))
+    out = functions.prelu(Match(), x, slope)
+    Tape().backward(out, bridge.view(to_device(queue, 3.0), ()))
+    for result, expected in ((out.value, -1.0), (x.grad, 1.5), (slope.grad, -6.0)):
+        assert_close(result, expected)
 
 
 def test_tensor_level(queue: cl.CommandQueue) -> None:

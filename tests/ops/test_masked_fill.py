@@ -53,4 +53,17 @@ def test_special_values(queue: cl.CommandQueue, dtype: str) -> None:
 
 def test_empty(queue: cl.CommandQueue) -> None:
     nothing = to_device(queue, np.empty((0, 3)))
-    assert masked_fill(nothing, to_device(queue, np.ones(4)), 0.0, out_dtype="float32").shape == (0, 3)
+    for mask in ((4,), (0, 3), (0,)):
+        assert masked_fill(nothing, to_device(queue, np.ones(mask)), 0.0, out_dtype="float32").shape == (0, 3)
+        assert masked_fill_backward(nothing, to_device(queue, np.ones(mask)), out_dtype="float32").shape == (0, 3)
+
+
+@pytest.mark.parametrize("mask_shape", [(4, 1), (2, 1, 1, 4), (2, 1, 4, 4), (2, 2, 1, 1)])
+def test_a_mask_that_numpy_would_broadcast_otherwise_is_refused(
+    queue: cl.CommandQueue, mask_shape: tuple[int, ...]
+) -> None:
+    x, mask = to_device(queue, np.ones((2, 2, 4, 4))), to_device(queue, np.ones(mask_shape))
+    for call in (lambda: masked_fill(x, mask, 0.0, out_dtype="float32"),
+                 lambda: masked_fill_backward(x, mask, out_dtype="float32")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"ag\.where\(mask, fill, x\), which broadcasts"):
+            call()

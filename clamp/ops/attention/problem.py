@@ -9,6 +9,7 @@ from typing import Protocol
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
+from clamp.ops.arguments import number
 from clamp.ops.engine import Engine
 
 _MAX_LENGTH = 2**31 - 256  # positions are 32-bit integers in the kernels
@@ -62,4 +63,4 @@ def problem_of(
 
 def default_scale(head_dim: int, scale: float | None) -> float:
     """The scale, by default ``1 / sqrt(head_dim)``."""
-    return float(scale) if scale is not None else max(head_dim, 1) ** -0.5
+    return number("flash_attention", "scale", scale) if scale is not None else max(head_dim, 1) ** -0.5
