@@ -296,6 +296,23 @@ def test_a_node_in_a_node_is_named(queue: cl.CommandQueue, name: str) -> None:
             ag.cat([node, twice], 0) if name == "cat" else getattr(ag, name)(node, twice)
 
 
+@pytest.mark.parametrize("name", ["mul", "relu", "sum"])
+def test_a_gradient_that_does_not_belong_to_the_result_is_refused(queue: cl.CommandQueue, name: str) -> None:
+    with amp.init():
+        x = ag.tensor(to_device(queue, np.ones((3, 1))), requires_grad=True)
+        out = {"mul": lambda: ag.mul(x, 2.0), "relu": lambda: ag.relu(x), "sum": lambda: ag.sum(x, 1)}[name]()
+        for shape in ((3, 3), (1,), (1, 3), (2, 3)):
+            with pytest.raises(ValueError, match=rf"^backward: .* shape {re.escape(str(shape))} for a result"):
+                ag.Tape().backward(out, to_device(queue, np.ones(shape)))
+        for grad in (np.ones((3, 1)), 1.0, x):
+            with pytest.raises(TypeError, match=r"^backward begins with a gradient that is a tensor, .* its \.value"):
+                out.backward(grad)
+        assert x.grad is None
+        loss = ag.sum(x)
+        loss.backward(to_device(queue, [[4.0]]))
+        np.testing.assert_array_equal(x.grad.to_host(), np.full((3, 1), 4.0))
+
+
 @pytest.mark.parametrize("loss", [None, 1.0, "a tensor"])
 def test_a_backward_from_what_is_no_node_says_so(queue: cl.CommandQueue, loss: Any) -> None:
     with amp.init(), pytest.raises(TypeError, match=r"from the node of a loss, .* under no_grad, or from bare tensors"):

@@ -113,12 +113,14 @@ def tape_backward(
 
     Raises:
         NotImplementedError: the loss was made from a gradient.
-        TypeError: the loss is no node.
+        TypeError: the loss is no node, or the gradient no tensor.
+        ValueError: the gradient has another shape than the loss.
         RuntimeError: the loss has lost its graph, or a part of it (what a recorded function returned), or the gradients
             would be of several scales. Nothing was changed.
     """
     gradient_marks.refuse_penalty(create_graph)
     _require_node(loss)
+    grad = None if grad is None else _seed(loss, grad)
     graphs.forward_is_over(loss, instance, RESULTS.watched)
     computed, leaves, cut, scaled, starts, in_half = [], [], [], [], [loss], False
     recomputed = False
@@ -171,6 +173,19 @@ def _require_node(loss: Any) -> None:
         )
 
 
+def _seed(loss: Node, grad: Any) -> Tensor:
+    """The gradient that backward begins with, in the loss's shape; one element is one element in any."""
+    if not isinstance(grad, Tensor):
+        raise TypeError(
+            f"backward begins with a gradient that is a tensor, not with a {type(grad).__name__}: pass "
+            "Tensor.from_host(queue, array), and of a node its .value"
+        )
+    shape = tuple(loss.value.shape)
+    if tuple(grad.shape) != shape and not grad.size == loss.value.size == 1:
+        raise ValueError(f"backward: a gradient of shape {tuple(grad.shape)} for a result of shape {shape}")
+    return grad if tuple(grad.shape) == shape else bridge.view(grad, shape)
+
+
 def _warn_of_dead_tapes(cut: list[Node]) -> None:
     """Says that parts of a loss were computed from what is trained, and have lost their graph."""
     if cut:
@@ -216,6 +231,7 @@ def node_backward(
 
     Raises:
         NotImplementedError: ``create_graph``, or the loss was made from a gradient.
+        TypeError, ValueError: ``grad`` is no tensor, or has another shape.
         RuntimeError: the node has no graph, or its gradients would be of several loss scales.
     """
     gradient_marks.refuse_penalty(create_graph)
