@@ -262,6 +262,8 @@ def test_the_documents_name_every_public_name_of_the_handle() -> None:
 _TAKE_TENSORS: dict[str, Callable[[Any, Any], Any]] = {  # of x (2, 2) and of what stands where a tensor does
     "mul": ag.mul,
     "mul, on the left": lambda x, junk: ag.mul(junk, x),
+    "operator, on the left": lambda x, junk: junk * x,
+    "comparison, on the left": lambda x, junk: junk >= x,
     "maximum": ag.maximum,
     "matmul_op": ag.matmul_op,
     "relu": lambda x, junk: ag.relu(junk),

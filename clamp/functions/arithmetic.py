@@ -38,8 +38,8 @@ _NUMBERS = (int, float, np.floating, np.integer, np.bool_)
 
 
 def is_scalar(x: object) -> bool:
-    """Returns whether x is a Python or numpy number."""
-    return isinstance(x, _NUMBERS)
+    """Returns whether x is a Python or numpy number, or an array of numpy's without dimensions."""
+    return isinstance(x, _NUMBERS) or (isinstance(x, np.ndarray) and x.ndim == 0)
 
 
 def apply_unary(
@@ -81,7 +81,9 @@ def _with_numbers(casting: Casting, *xs: Any) -> tuple[tuple[Operand, ...], list
         raise NotOwned
     operands = float_operands(casting, *tensors)
     found = iter(operands)
-    return operands, [x if is_scalar(x) else next(found) for x in xs]
+    return operands, [
+        x if isinstance(x, _NUMBERS) else x.item() if isinstance(x, np.ndarray) else next(found) for x in xs
+    ]
 
 
 def _values(inputs: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from clamp.functions import recompute
 from clamp.ops.cast import cast
 from clamp.params import delivery, gradient_marks, graphs
 from clamp.patching import user_functions
-from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.patch_registry import REPLACEMENTS, meets, replaces
 from clamp.patching.tensors import is_half, show, shown
 from clamp.patching.wrap import Installed
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
@@ -237,6 +237,11 @@ def node_backward(
     gradient_marks.refuse_penalty(create_graph)
     require_graph(self)
     Tape(retain_grads=False).backward(self, grad, retain_graph=retain_graph)
+
+
+#: numpy leaves an array on the left to the operators of nodes, which name it. It would make an array of nodes, and of a
+#: comparison an array of True.
+REPLACEMENTS["netcl.autograd.engine.Node.__array_ufunc__"] = None
 
 
 @meets("netcl.autograd.engine.apply_op")

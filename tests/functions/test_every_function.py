@@ -46,7 +46,7 @@ STORAGES = ("half", "half+float32", "float32+half", "float16+bfloat16", "float32
 #: in which a gradient has another dtype than the result, and the result than the first operand
 _APART = [(CastPolicy.FLOAT, "half"), (CastPolicy.PROMOTE, "half+float32")]
 
-_NUMBERS = (2, -1.5, np.float32(0.75), np.int64(3))
+_NUMBERS = (2, -1.5, np.float32(0.75), np.int64(3), np.bool_(True), np.array(0.5))
 _KEYS: list[Any] = [
     0, slice(1, 3), (1, 2), (..., 1), (0, ..., slice(1, 3)), np.int64(2), slice(-2, None),
     (slice(1, 3), slice(2, 5), slice(0, 2)), (slice(None), slice(1, 4), 2), (slice(None), slice(None), slice(4, 5)),
