@@ -176,6 +176,13 @@ def _refusals() -> list[Any]:
         ("reshape", ((2, 3), 6), TypeError, "^reshape: shape is 6"),
         ("flatten", ((2, 3), [-1, -1]), ValueError, "^flatten: only one"),
         ("permute", ((2, 3), [0, 0]), ValueError, "^permute: dims"),
+        ("permute", ((2, 3), None), TypeError, "^permute: dims is None; pass a tuple"),
+        ("permute", ((2, 3), [1.5, 0]), ValueError, r"^permute: an axis of dims \(1.5, 0\) is 1.5"),
+        ("cat", ((2, 3),), TypeError, "^cat: tensors is a Node; pass a list"),
+        ("stack", (None,), TypeError, "^stack: tensors is a NoneType; pass a list"),
+        ("dropout", ((3,), 0.5, 1.5), ValueError, "^dropout: seed is 1.5"),
+        ("masked_fill", ((2, 3), (3,), None), TypeError, "^masked_fill: fill is None"),
+        ("conv2d", ((1, 1, 4, 4), (1, 1, 3, 3), None, 1, 0, None, 1, None), TypeError, "^conv2d: groups is None"),
         ("squeeze", ((2, 3), 0), ValueError, "^squeeze: "),
         ("unsqueeze", ((2, 3), 9), ValueError, "^unsqueeze: axis 9"),
         *(
@@ -245,7 +252,7 @@ def test_whole_numbers_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
         assert ag.upsample(x, scale_factor=two).value.shape == (1, 1, 8, 8)
         assert ag.upsample(x, [two, 3]).value.shape == (1, 1, 2, 3)
         assert ag.cross_entropy_indices(ag.tensor(to_device(queue, np.ones((2, 3)))), [2, 1], two).value.to_host() > 1
-    for none in (0, 0.0, np.float32(0)):
+    for none in (0, 0.0, np.float32(0), np.array([0.0])):
         assert ag.dropout(x, none) is x
 
 

@@ -21,7 +21,7 @@ from clamp.functions.recompute import drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
 from clamp.ops import prelu as prelu_ops
-from clamp.ops.arguments import number, probability
+from clamp.ops.arguments import number, probability, whole_number
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
 _PLAIN = {
@@ -125,7 +125,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
     if p == 0:
         return x
     (operand,) = float_operands(casting, x)
-    key = drawn(_draw_seed) if seed is None else int(seed)
+    key = drawn(_draw_seed) if seed is None else whole_number("dropout", "seed", seed)
 
     def dropped(values: Tensor, dtype: str) -> Tensor:
         if p == 1:

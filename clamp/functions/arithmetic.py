@@ -22,6 +22,7 @@ from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_nod
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import computed
+from clamp.ops.arguments import number
 from clamp.ops.elementwise import elementwise, masked_fill_backward
 from clamp.ops.elementwise import masked_fill as fill_masked
 from clamp.ops.reduce_to_shape import sum_to_shape
@@ -225,6 +226,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
         ValueError: it does not divide x's, or its shape promises to broadcast otherwise.
     """
     operand, where = _masked_operands(casting, x, mask)
+    fill = number("masked_fill", "fill", fill)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
 
     def gradient(grad: Tensor) -> Tensor:
@@ -268,7 +270,8 @@ def elementwise_scalar(
         raise NotOwned  # netcl's error names the ops there are
     (operand,) = float_operands(casting, x)
     function, number_first = _SCALAR_OPS[op]
-    operands = (float(scalar), operand.value) if number_first else (operand.value, float(scalar))
+    scalar = number("elementwise_scalar", "scalar", scalar)
+    operands = (scalar, operand.value) if number_first else (operand.value, scalar)
     return elementwise(function, casting.result_dtype(operand), *operands)
 
 

@@ -88,7 +88,7 @@ def flash_attention_decode(
     require_floats("flash_attention_decode", q=qo, k_cache=ko, v_cache=vo)
     bridge.require_same_queue("flash_attention_decode", qo.value, ko.value, vo.value)
     dtype = casting.result_dtype(qo)
-    cache_len = whole_number("flash_attention_decode", "cache_len", cache_len)
+    cache_len = whole_number("flash_attention_decode", "cache_len", cache_len, 0)
     return ops.attention_decode(qo.value, ko.value, vo.value, cache_len, scale, out_dtype=dtype)
 
 

@@ -158,8 +158,6 @@ def bias_gradient(bias: Operand, grad: Tensor) -> Tensor:
 
 
 def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: int) -> Window:
-    if int(groups) < 1:
-        raise ValueError(f"{name}: groups is {groups}; it must be at least 1")
     return Window(
         _pair(name, "stride", stride, 1),
         _pair(name, "pad", pad, 0),

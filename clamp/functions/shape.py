@@ -35,12 +35,17 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return tuple(int(extent) for extent in owned_value(as_node(x)).shape)
 
 
+def _whole_numbers(name: str, argument: str, given: Any, least: int | None = None) -> tuple[int, ...]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise TypeError(f"{name}: {argument} is {given!r}; pass a tuple of whole numbers")
+    given = tuple(given)
+    what = f"an extent of {argument}" if argument == "shape" else f"an axis of {argument}"
+    return tuple(whole_number(name, f"{what} {given}", one, least) for one in given)
+
+
 def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]:
     """A shape with its -1 filled in."""
-    if not isinstance(shape, Iterable) or isinstance(shape, str):
-        raise TypeError(f"{name}: shape is {shape!r}; pass a tuple of whole numbers")
-    shape = tuple(shape)
-    wanted = tuple(whole_number(name, f"an extent of shape {shape}", extent, -1) for extent in shape)
+    wanted = _whole_numbers(name, "shape", shape, -1)
     if wanted.count(-1) > 1:
         raise ValueError(f"{name}: only one dimension can be -1, got {wanted}")
     total, known = prod(before), prod(extent for extent in wanted if extent != -1)
@@ -103,6 +108,7 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
         ValueError: dims is no permutation of x's axes.
     """
     (operand,) = casting.operands(as_node(x))
+    dims = _whole_numbers("permute", "dims", dims)
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
     return bound(
@@ -146,7 +152,7 @@ def cat(
         ValueError: there is no tensor, no such axis, or the shapes do not fit.
         TypeError: integers and floating tensors together.
     """
-    tensors = list(tensors)
+    tensors = _listed("cat", tensors)
     if out is None or not tensors:
         return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
     operands = casting.operands(*(as_node(x) for x in tensors))
@@ -162,7 +168,13 @@ def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | 
         axis = axis_of("stack", axis, len(shape) + 1)
         return (*shape[:axis], 1, *shape[axis:])
 
-    return _joined(casting, tensors, axis, "stack", tape, with_new_axis)
+    return _joined(casting, _listed("stack", tensors), axis, "stack", tape, with_new_axis)
+
+
+def _listed(name: str, tensors: Any) -> list[Any]:
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"{name}: tensors is a {type(tensors).__name__}; pass a list of nodes or tensors")
+    return list(tensors)
 
 
 def _joined(

@@ -71,9 +71,10 @@ def probability(function: str, argument: str, value: Any) -> float:
         TypeError: it is no number.
         ValueError: it is NaN, or not from 0 to 1.
     """
-    if not 0 <= number(function, argument, value) <= 1:  # a NaN is not either
+    probability = number(function, argument, value)
+    if not 0 <= probability <= 1:  # a NaN is not either
         raise ValueError(f"{function}: {argument} is {value!r}; it must be a number from 0 to 1")
-    return float(value)
+    return probability
 
 
 def require_gradient(function: str, grad: Tensor, shape: Sequence[int]) -> None:
