@@ -16,7 +16,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, float_operands, require_floats
 from clamp.casting.registry import implements
-from clamp.functions.arithmetic import apply_unary
+from clamp.functions.arithmetic import apply_unary, is_scalar
 from clamp.functions.recompute import drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
@@ -173,8 +173,10 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
         alpha: the slope of each channel, C elements, or one for all; float32, float16 or bfloat16.
 
     Raises:
-        TypeError: alpha holds integers.
+        TypeError: alpha is a number, or holds integers.
     """
+    if is_scalar(alpha):
+        raise TypeError(f"prelu: alpha is {alpha!r}; pass a node or a tensor of slopes, or call leaky_relu")
     operand, slope = operands = _prelu_operands(casting, x, alpha)
     out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
 

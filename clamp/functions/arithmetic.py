@@ -82,9 +82,11 @@ def _with_numbers(casting: Casting, *xs: Any) -> tuple[tuple[Operand, ...], list
         raise NotOwned
     operands = float_operands(casting, *tensors)
     found = iter(operands)
-    return operands, [
-        x if isinstance(x, _NUMBERS) else x.item() if isinstance(x, np.ndarray) else next(found) for x in xs
-    ]
+    return operands, [_number(x) if is_scalar(x) else next(found) for x in xs]
+
+
+def _number(x: Any) -> float:
+    return x.item() if isinstance(x, np.ndarray) else x
 
 
 def _values(inputs: Sequence[Any]) -> list[Any]:

@@ -73,7 +73,7 @@ def conv_transpose2d(
         stride, pad: one number, or one for each axis.
 
     Raises:
-        ValueError: shapes that do not fit, or no pixel is left of the result.
+        ValueError: shapes that do not fit, or x or the result has no pixel.
     """
     window = _window("conv_transpose2d", stride, pad, 1, 1)
     xo, wo = casting.operands(as_node(x), as_node(w))
@@ -81,8 +81,10 @@ def conv_transpose2d(
     _check("conv_transpose2d", xo, wo, bo, wo.shape[:1], wo.shape[1:2])
     extent = _pair("conv_transpose2d", "kernel", wo.shape[2:], 1)
     image = window.transposed_output(_pair("conv_transpose2d", "x", xo.shape[2:], 0), extent)
-    if min(image) < 1:
-        raise ValueError(f"conv_transpose2d: x {xo.shape} with w {wo.shape} and pad {pad} leaves no pixel: {image}")
+    if min(*image, *xo.shape[2:]) < 1:
+        raise ValueError(
+            f"conv_transpose2d: x {xo.shape} with w {wo.shape} and pad {pad} leaves no pixel, or has none: {image}"
+        )
     out = ops.conv2d_input_grad(
         xo.value, _weights(wo, window, transposed=True), image, window,
         out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value,
