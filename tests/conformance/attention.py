@@ -43,12 +43,14 @@ OPS = [
         Case(Normal(1, 2, 7, 5), Normal(1, 2, 7, 5), Normal(1, 2, 7, 5)),
         Case(Normal(2, 3, 6, 4), Normal(2, 3, 6, 4), Normal(2, 3, 6, 4), causal=False, scale=0.3),
         Case(Normal(1, 1, 1, 1), Normal(1, 1, 1, 1), Normal(1, 1, 1, 1), causal=False),
+        Case(Normal(1, 2, 3, 65), Normal(1, 2, 3, 65), Normal(1, 2, 3, 65)),
     ], terms=lambda q, k, v, causal=True, scale=None: (
         q.shape[-1] + q.shape[-2] + 16, _weights(q, k, causal, scale) @ np.abs(v)
     ), slack=16.0, cancels=64.0),
     Op("netcl.autograd.rope", rope, [
         Case(Normal(2, 3, 5, 6), Values(np.array([0, 1, 7, 4000, 100_000]))),
         Case(Normal(4, 34), Ints(2048, 4), base=500.0),
+        Case(Normal(3, 4), Values(np.array([-1, 0, -7])), base=1.0),
     ], terms=lambda x, positions, base=10000.0: (2, np.abs(x[np.isfinite(x)]).max()), special_below=1e5),
     Op("netcl.autograd.masked_fill", masked_fill, [
         Case(Normal(2, 2, 5, 5), Values(_MASK).fixed().aside(), -1e4),

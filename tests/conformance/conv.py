@@ -55,6 +55,9 @@ OPS = [
         Case(Normal(2, 3, 3, 4), Normal(5, 3, 1, 1), bias=Normal(5).aside()),
         Case(Normal(1, 4, 5, 4), Normal(2, 2, 2, 2), bias=Normal(2).aside(), pad=1, dilation=2, groups=2),
         Case(Normal(1, 2, 2, 3), Normal(2, 2, 5, 5), pad=2),
+        Case(Normal(2, 3, 5, 6), Normal(4, 3, 3, 3), stride=5),
+        Case(Normal(1, 4, 5, 4), Normal(4, 2, 2, 3), pad=4, stride=3, groups=2),
+        Case(Normal(1, 1, 7, 1), Normal(2, 1, 3, 1), stride=4, pad=3),
     ], terms=_terms),
     Op("netcl.autograd.conv2d_relu", conv2d_relu, [
         Case(Normal(2, 2, 4, 5), Normal(3, 2, 3, 3), bias=Normal(3).aside(), pad=1),
@@ -64,5 +67,6 @@ OPS = [
         Case(Normal(2, 3, 3, 4), Normal(3, 2, 3, 3), bias=Normal(2).aside(), stride=2, pad=1),
         Case(Normal(1, 2, 3, 3), Normal(2, 3, 4, 4), stride=3),
         Case(Normal(1, 2, 4, 3), Normal(2, 1, 2, 2), bias=Normal(1).aside()),
+        Case(Normal(2, 3, 5, 1), Normal(3, 2, 2, 2), stride=5),
     ], terms=_transposed_terms),
 ]  # fmt: skip

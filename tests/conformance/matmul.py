@@ -29,6 +29,7 @@ OPS = [
         Case(Normal(2, 3, 7), Normal(7, 5)),
         Case(Normal(3, 7), Normal(4, 7, 5)),
         Case(Normal(2, 3, 7), Normal(2, 7, 5)),
+        Case(Normal(37, 1), Normal(1, 41)),
     ], terms=_terms),
     Op("netcl.autograd.bmm", np.matmul, [
         Case(Normal(2, 5, 7), Normal(2, 7, 3)),

@@ -38,6 +38,7 @@ OPS = [
         Case(Distinct(1, 2, 7, 9), kernel_size=3, stride=2),
         Case(Distinct(1, 1, 9, 21), kernel_size=3, stride=1),
         Case(Distinct(1, 1, 8, 8), kernel_size=2, stride=3),
+        Case(Distinct(1, 2, 5, 5), 3, 7),
     ], ulps=0.0, ulps32=0.0),
     Op("netcl.autograd.avg_pool2d", avg_pool2d, [
         Case(Normal(2, 3, 6, 8)),

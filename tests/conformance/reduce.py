@@ -38,5 +38,6 @@ OPS = [
         Case(Normal(5, 7, scale=3)),
         Case(Normal(3, 5, 4), axis=1),
         Case(Normal(3, 5, 4), dim=0),
+        Case(Normal(3, 1), axis=1),
     ], terms=lambda x, **kwargs: (8, softmax(x, **kwargs))),
 ]  # fmt: skip

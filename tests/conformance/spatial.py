@@ -111,6 +111,7 @@ OPS = [
         Case(Normal(1, 2, 5, 7), 9, mode="bilinear", align_corners=True),
         Case(Normal(1, 2, 6, 7), (2, 3), mode="bilinear"),
         Case(Normal(1, 2, 6, 7), scale_factor=(1.5, 0.5)),
+        Case(Normal(1, 2, 1, 7), (3, 1), mode="bilinear", align_corners=True),
     ], **_SPATIAL),
     Op("netcl.autograd.grid_sample", grid_sample, [
         Case(Normal(2, 3, 4, 5), _PLACES.aside()),
@@ -131,5 +132,6 @@ OPS = [
         Case(Normal(2, 3, 4, 5), Uniform(-0.5, 0.5, 3).aside()),
         Case(Normal(4, 7), Uniform(-0.5, 0.5, 7).aside()),
         Case(Normal(2, 3, 4, 5), Uniform(-0.5, 0.5, 1).aside()),
+        Case(Normal(7), Uniform(-0.5, 0.5, 1).aside()),
     ]),
 ]  # fmt: skip
