@@ -218,6 +218,15 @@ def _refusals() -> list[Any]:
         ("info_nce_loss", ((2, 3), (2, 3), 0.0), ValueError, "^info_nce_loss: temperature"),
         ("flash_attention", ((1, 2, 3), (1, 2, 3), (1, 2, 3)), ValueError, "^flash_attention takes"),
         ("masked_fill", ((2, 3), (4, 3)), ValueError, "^masked_fill: a mask"),
+        *(
+            (name, arguments, TypeError, f"^{name}: {argument} is .*; pass True or False")
+            for name, argument, *arguments in (
+                ("flash_attention", "causal", *[(1, 1, 2, 4)] * 3, (2, 2)),  # a mask
+                ("batch_norm2d", "training", (1, 2, 2, 2), *[(2,)] * 4, True, 0.1, 1e-5),  # in PyTorch's order
+                ("gelu", "approximate", (2, 3), "none"),
+                ("sum", "keepdims", (2, 3), 0, 1.0),
+            )
+        ),
         ("pow", ((2, 3), "x"), TypeError, "^pow: exponent is 'x'"),
     ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from clamp.functions.recompute import drawn
 from clamp.ops import dropout as ops
 from clamp.ops import elementwise
 from clamp.ops import prelu as prelu_ops
-from clamp.ops.arguments import number, probability, whole_number
+from clamp.ops.arguments import number, probability, whole_number, yes_or_no
 
 #: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
 _PLAIN = {
@@ -67,7 +67,7 @@ def leaky_relu(casting: Casting, x: TensorLike, negative_slope: float = 0.01, ta
 @implements("netcl.autograd.gelu", "netcl.ops.elementwise.gelu", uses=(elementwise,))
 def gelu(casting: Casting, x: TensorLike, approximate: bool = True, tape: Tape | None = None) -> Any:
     """x * Phi(x), Phi being the normal distribution, or with ``approximate`` its usual form in tanh."""
-    op = "gelu_tanh" if approximate else "gelu_erf"
+    op = "gelu_tanh" if yes_or_no("gelu", "approximate", approximate) else "gelu_erf"
     return apply_unary(casting, x, tape, op, f"{op}_grad")
 
 

@@ -19,7 +19,7 @@ from clamp.casting.registry import implements
 from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import kept
 from clamp.ops import attention as ops
-from clamp.ops.arguments import number, whole_number
+from clamp.ops.arguments import number, whole_number, yes_or_no
 from clamp.ops.rope import rope as rotate
 
 
@@ -39,6 +39,7 @@ def flash_attention(
     """
     operands = qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
     require_floats("flash_attention", q=qo, k=ko, v=vo)
+    causal = yes_or_no("flash_attention", "causal", causal)
     dtype = casting.result_dtype(*operands)
     out, lse = kept(
         lambda: ops.attention(qo.value, ko.value, vo.value, causal, scale, out_dtype=dtype),

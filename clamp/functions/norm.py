@@ -18,7 +18,7 @@ from clamp.functions.recompute import is_recomputing, kept
 from clamp.ops import norm_planes as planes_ops
 from clamp.ops import norm_rows as rows_ops
 from clamp.ops import norm_sets
-from clamp.ops.arguments import axis_of, number, require_nchw, whole_number
+from clamp.ops.arguments import axis_of, number, require_nchw, whole_number, yes_or_no
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.elementwise import elementwise
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation
@@ -81,6 +81,7 @@ def _normalized_batch(
     (xo,) = float_operands(casting, x)
     require_nchw(name, xo.shape)
     go, bo = _parameters_of(name, xo, xo.shape[1], gamma, beta)
+    training = yes_or_no(name, "training", training)
     has_running = running_mean is not None and running_var is not None
     moved: list[Any] = [None, None]
     if has_running or not training:

@@ -9,7 +9,7 @@ from clamp.casting.operands import Casting, bound, float_operands
 from clamp.casting.registry import Function, implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
-from clamp.ops.arguments import around_axis, axis_of
+from clamp.ops.arguments import around_axis, axis_of, yes_or_no
 
 
 def _reduction(name: str) -> Function:
@@ -21,7 +21,7 @@ def _reduction(name: str) -> Function:
         casting: Casting, x: Any, axis: int | None = None, keepdims: bool = False, tape: Tape | None = None
     ) -> Any:
         (operand,) = float_operands(casting, x)
-        shape, keepdims = operand.shape, keepdims and axis is not None
+        shape, keepdims = operand.shape, yes_or_no(name, "keepdims", keepdims) and axis is not None
         axis = None if axis is None else axis_of(name, axis, len(shape))
         divisor = float(around_axis(shape, axis)[1]) if name == "mean" else 1.0
         out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)

@@ -64,6 +64,17 @@ def number(function: str, argument: str, value: Any) -> float:
     raise TypeError(f"{function}: {argument} is {value!r:.80}; it must be a number")
 
 
+def yes_or_no(function: str, argument: str, value: Any) -> bool:
+    """The value as a bool; None is no.
+
+    Raises:
+        TypeError: it is something else, which Python would take for True: a mask, a word.
+    """
+    if value is not None and not isinstance(value, bool | np.bool_ | int):
+        raise TypeError(f"{function}: {argument} is {value!r:.80}; pass True or False")
+    return bool(value)
+
+
 def probability(function: str, argument: str, value: Any) -> float:
     """The value as a float from 0 to 1.
 
