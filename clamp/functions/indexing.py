@@ -1,8 +1,9 @@
 """Selecting, adding and comparing by index under autograd, and netcl's tensor-level versions.
 
-Indices are an int32 or int64 tensor of any shape, read flat; a floating tensor of whole numbers; or numbers on the
-host. A negative index counts from the end. One that is no place of the axis raises if it comes from the host; on the
-device it cannot: there it is read as NaN and adds to nothing (ops/indexing.py).
+Indices are an int32 or int64 tensor of any shape, read flat; a floating tensor of whole numbers; or whole numbers on
+the host, where a boolean mask or another number raises. A negative index counts from the end. One that is no place of
+the axis raises if it comes from the host; on the device it cannot: there it is read as NaN and adds to nothing
+(ops/indexing.py).
 """
 
 from __future__ import annotations

@@ -165,12 +165,13 @@ def cross_entropy_indices(
     Args:
         logits: (N, C), float32, float16 or bfloat16.
         targets: N class numbers: an integer tensor, a floating one of whole numbers, a host array or a list, of any
-            shape. A class outside 0 .. C-1 makes the loss, and the gradient of its row, NaN: on the device it
+            shape. What is none of 0 .. C-1 makes the loss, and the gradient of its row, NaN: on the device it
             cannot raise. Host labels are checked before they are sent there.
         ignore_index: rows with this target take no part. If all do, loss and gradient are 0.
 
     Raises:
-        ValueError: the number of targets is not N, or the logits are not (N, C).
+        ValueError: the number of targets is not N, the logits are not (N, C), or a label given on the host is no whole
+            number.
         IndexError: a label given on the host is no class.
     """
     return _label_loss(casting, "cross_entropy_indices", logits, targets, ignore_index, tape)

@@ -124,7 +124,7 @@ def test_labels_that_are_no_class_give_nan_and_read_nothing(queue: cl.CommandQue
         gradient = to_numpy(ops.label_gradient(x, labels, forward, to_device(queue, [1.0]), "float16"))
         assert np.isnan(gradient).all(1).tolist() == [False, True, False, False]
         np.testing.assert_array_equal(gradient[3], 0)
-    for wrong in (np.nan, np.inf, 3.0, -1.0):
+    for wrong in (np.nan, np.inf, 3.0, -1.0, 0.5, -0.5):
         assert np.isnan(to_numpy(ops.label_loss(x, to_device(queue, [0, wrong, 1, 2]), -100).loss)).all()
 
 
