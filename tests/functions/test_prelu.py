@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import Tape, Tensor
+from clamp.bridge import Tape
 from clamp.casting.policies import Match
 from clamp.functions import activations as functions
 from tests.functions.operands import leaf
