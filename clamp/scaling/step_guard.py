@@ -271,7 +271,7 @@ def give_up_passes(optimizer: Any) -> None:
 
 def _mark_plain_tensors(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Makes sure that the tensors of an optimizer that is not netcl's get gradients from now on."""
-    plain = [index for index, param in enumerate(params) if not bridge.is_weight(param)]
+    plain = [index for index, param in enumerate(params) if not (bridge.is_weight(param) or bridge.is_linked(param))]
     for index in plain:
         bridge.mark_trained(params[index])
     if plain and not bridge.has_frozen_mark(params[plain[0]]):

@@ -285,6 +285,22 @@ def test_two_optimizers_of_one_parameter_share_its_master(queue: cl.CommandQueue
         assert amp.master_params(optimizer)[0] is master
 
 
+def test_frozen_parameters_thaw_under_another_handle(queue: cl.CommandQueue) -> None:
+    """Their masters are plain tensors with netcl's mark then, and still know whose they are."""
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    model.layers[0].freeze()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    masters.narrow(model.parameters(), "bfloat16", [optimizer])
+    with amp.init(dtype="bfloat16") as handle:
+        step(handle, model, optimizer, data)
+    with amp.init(dtype="bfloat16") as handle:
+        step(handle, model, optimizer, data)
+        before = weights_of(model)
+        model.layers[0].unfreeze()
+        step(handle, model, optimizer, data)
+    assert not any(np.array_equal(one, other) for one, other in zip(before, weights_of(model), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:in this step:UserWarning")
 @pytest.mark.parametrize("dtype", HALF)
 def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str) -> None:
