@@ -202,6 +202,8 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
             "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
             "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
         )
+        for master, model in _masters_among(params):
+            masters.gather(master, model)  # a backward without `with handle.scale_loss(...)` leaves it on the parameter
         gradient_marks.give_each_its_own(params)
 
     def clip() -> Any:
@@ -214,10 +216,17 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
     return host_value(gradient_marks.on_gradients(params, clip), "The norm that clip_grad_norm returned")
 
 
+def _masters_among(params: Iterable[Tensor]) -> list[masters.Pair]:
+    pairs = [(param, bridge.model_parameter(param)) for param in params]
+    return [(master, model) for master, model in pairs if model is not master]
+
+
 def _clip(wrapped: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> Any:
     """netcl's clipping, by a norm whose square need not fit into float32; what clamp's kernels do not take is netcl's
     own."""
     (longest, *more) = [*args, *kwargs.values()] or [None]
+    for master, model in _masters_among(params):
+        bridge.freeze_like(master, model)  # it may have been thawed since its optimizer's last step
     grads = [param.grad for param in params if param.grad is not None and not bridge.is_frozen(param)]
     grads = [grad for grad in grads if grad.size]
     is_ours = all(bridge.on_device(x) and x.dtype == "float32" and x.queue == grads[0].queue for x in grads)

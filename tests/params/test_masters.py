@@ -14,7 +14,7 @@ from netcl.core import transfer
 from netcl.nn import BatchNorm2d
 from netcl.nn.state import flatten_state_dict
 from netcl.ops.elementwise import elementwise_binary
-from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm
+from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm, clip_grad_norm_device
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
@@ -299,6 +299,28 @@ def test_frozen_parameters_thaw_under_another_handle(queue: cl.CommandQueue) -> 
         model.layers[0].unfreeze()
         step(handle, model, optimizer, data)
     assert not any(np.array_equal(one, other) for one, other in zip(before, weights_of(model), strict=True))
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
+@pytest.mark.parametrize("is_thawed", [False, True])
+def test_clipping_finds_what_masters_are_about_to_be_stepped_by(
+    queue: cl.CommandQueue, clip: Callable[..., Any], is_thawed: bool
+) -> None:
+    """A gradient that is on the parameter yet; and that of one whose master has the mark of the frozen yet."""
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    masters.narrow(model.parameters(), "bfloat16", [optimizer])
+    before = master_values(model.parameters())
+    with amp.init(dtype="bfloat16"):
+        if is_thawed:
+            model.layers[0].freeze()
+            optimizer.step()
+            model.layers[0].unfreeze()
+        loss_of(model, data).backward()
+        clip(optimizer.params, 2.0**-7)
+        optimizer.step()
+    moved = zip(before, master_values(model.parameters()), strict=True)
+    assert np.linalg.norm([np.linalg.norm(one - other) for one, other in moved]) == pytest.approx(2.0**-7, rel=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:in this step:UserWarning")
