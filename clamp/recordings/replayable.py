@@ -123,6 +123,8 @@ class Replayable:
         self._cleared = [index for index, grad in others.items() if grad is None and id(tensors[index]) in had]
         for grad in [*filter(self._is_made, (grad for _, grad in self._exits)), *self._given.values()]:
             self._note_made(grad)
+        lasts = [(x, gradient_marks.last_shared(x)) for x, grad in self._exits if grad is None]
+        self._unshared = [(x, last) for x, last in lasts if last is None or self._is_made(last)]
 
     def _note_inputs(self) -> None:
         """The arguments that launches read, and the gradients that they add to."""
@@ -254,6 +256,8 @@ class Replayable:
                     gradient_marks.note_shared(tensor, now)
             elif grad is None or id(grad) in found or id(grad) in self._state:
                 tensor.grad = grad
+        for tensor, last in self._unshared:  # host steps have noted what this replay's next one would take for it
+            gradient_marks.note_shared(tensor, made.get(id(last)))
 
     def _leave_as_is(self, entries: Entries) -> None:
         """After an error: gradients stay as far as they are, in memory of the user's."""

@@ -192,6 +192,26 @@ def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue
     compare(queue, make, 13, recordings=None, between=between, **how)
 
 
+@pytest.mark.parametrize("master_weight", [True, "remainder"])
+def test_cleared_gradients_of_16_bit_parameters_come_back(queue: cl.CommandQueue, master_weight: bool | str) -> None:
+    """What replays deliver is the same tensor each time, and was shared with a master before it was cleared."""
+
+    def make(run: Run) -> Step:
+        amp.decorate(run.model, run.optimizer, level="O2", master_weight=master_weight)
+        run.params = run.model.parameters()
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            loss = loss_of(run.model, (x, y))
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            return loss
+
+        return step
+
+    compare(queue, make, 13, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("found", [False, True], ids=["made in it", "found and cleared"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
 def test_an_error_in_a_replay_leaves_the_gradients_of_before(
