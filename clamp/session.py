@@ -338,6 +338,15 @@ def ensure_patched() -> None:
             _autocast_patches.install()
 
 
+def guard_masters(optimizers: Iterable[Any]) -> None:
+    """Guards optimizers that step masters, whether a loss names them or not; under the next ``init``, too."""
+    with lock:
+        ensure_patched()
+        patches = _autocast_patches if _handle is None else _handle._patches
+        if patches is not None:
+            patches.guard_masters(optimizers)
+
+
 def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if are_steps_withheld():
         return None

@@ -176,6 +176,8 @@ def initialize(
                 keep_master=chosen.master_weights or False,
                 seed=rounding_seed,
             )
+    if chosen.cast_model_type in HALF_DTYPES:
+        session.guard_masters(optimizer_list)
     return result
 
 

@@ -98,7 +98,7 @@ def decorate(
     if level != "O2" or {dtype, *(rule.dtype for rule in (rules.rules if rules else ()))} == {"float32"}:
         return result
     require_steppable(optimizer_list, keeps)
-    session.ensure_patched()  # so that netcl's optimizers update the masters, without amp.init() too
+    session.guard_masters(optimizer_list)  # so that they update the masters, without amp.init() too
     for model in model_list:
         for _, param, becomes in dtypes_of(model, dtype, excluded=excluded, rules=rules):
             warn_if_nothing_is_gained(param, becomes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -45,6 +46,9 @@ from clamp.patching.wrap import (
     writes,
 )
 
+#: classes of the user's optimizers that step masters
+_OF_MASTERS = weakref.WeakSet[type]()
+
 
 class Patches:
     """The wrappers of one ``init``, from ``install`` to ``remove``.
@@ -62,10 +66,16 @@ class Patches:
         self._bindings = Bindings()
         self.steps = Steps(self._bindings, step)
 
+    def guard_masters(self, optimizers: Iterable[Any]) -> None:
+        """Guards optimizers that step masters, and those of their classes under all patches to come."""
+        for optimizer in optimizers:
+            self.steps.guard(optimizer)
+            _OF_MASTERS.add(type(optimizer))
+
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
-            for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit):
+            for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit, *_OF_MASTERS):
                 self.steps.wrap(optimizer_class)
             self._wrap_in(sys.modules)
             for one in self._registrations:

@@ -301,6 +301,44 @@ def test_frozen_parameters_thaw_under_another_handle(queue: cl.CommandQueue) -> 
     assert not any(np.array_equal(one, other) for one, other in zip(before, weights_of(model), strict=True))
 
 
+class Plain:
+    """An optimizer of the user's: SGD with a rate of 1."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                elementwise_binary(param, param.grad, expression="v0 - v1", out=param)
+
+
+@pytest.mark.parametrize("order", ["decorate", "decorate, init", "init, decorate", "initialize"])
+def test_optimizers_of_the_users_step_masters_without_a_scaled_pass(queue: cl.CommandQueue, order: str) -> None:
+    model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
+    optimizer = Plain(model.parameters())
+    for call in order.split(", "):
+        if call == "init":
+            amp.init(dtype="bfloat16")
+        elif call == "decorate":
+            amp.decorate(model, optimizer, dtype="bfloat16")
+        else:
+            amp.initialize(model, optimizer, opt_level="O2", dtype="bfloat16", verbosity=0)
+    for _ in range(2):
+        before = master_values(model.parameters())
+        optimizer.zero_grad()
+        assert [param.grad for param in model.parameters()] == [None] * 4
+        ag.mul(loss_of(model, data), 2.0**-10).backward()
+        optimizer.step()
+        for one, other in zip(before, master_values(model.parameters()), strict=True):
+            assert not np.array_equal(one, other)
+        assert_model_follows(model.parameters(), "bfloat16")
+
+
 @pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
 @pytest.mark.parametrize("is_thawed", [False, True])
 def test_clipping_finds_what_masters_are_about_to_be_stepped_by(
