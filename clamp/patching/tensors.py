@@ -70,7 +70,8 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
             vars(tensor).update(before)
             cast_into(wide, tensor)
         for tensor in given.values():
-            weights.drop_buffer(tensor.buffer)
+            if not bridge.is_in_parts(tensor) or tensor.is_whole:  # asked for its memory, it would take some
+                weights.drop_buffer(tensor.buffer)
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:

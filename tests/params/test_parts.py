@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp, clip_grad_norm
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp, clip_grad_norm, clip_grad_norm_device
 
 from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
@@ -257,6 +257,17 @@ def test_reading_a_master_changes_nothing_and_writing_it_counts(queue: cl.Comman
 
 @pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")  # as the next
 @pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
+@pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
+@pytest.mark.parametrize("keeps", IN_PARTS)
+def test_clipping_asks_for_no_masters_memory(queue: cl.CommandQueue, keeps: str, clip: Callable[..., Any]) -> None:
+    model, optimizer = made(queue, "SGD", keeps)
+    with amp.init(dtype="bfloat16"):
+        loss_of(model, batch(queue, 16, WIDTHS[0], WIDTHS[-1])).backward()
+        optimizer.step()
+        clip(optimizer.params, 0.5)
+        assert have_no_memory(optimizer)
+
+
 @pytest.mark.parametrize("keeps", IN_PARTS)
 @pytest.mark.parametrize("name", ["Momentum", "AdamW"])
 def test_netcl_goes_on_after_amp(queue: cl.CommandQueue, name: str, keeps: str) -> None:
