@@ -219,6 +219,9 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
     if recorder() is None:
         return run()
     params = [tensor for pair in pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
+    for master, model in split(optimizer):
+        if gradient_marks.scale_of(model.grad) is None:
+            gather(master, model)  # in the step it would be made anew each time, and the next one goes back to this one
     return host_step(gradient_marks.on_gradients([*params, *more], run))
 
 

@@ -212,6 +212,29 @@ def test_cleared_gradients_of_16_bit_parameters_come_back(queue: cl.CommandQueue
     compare(queue, make, 13, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("master_weight", [True, False])
+@pytest.mark.filterwarnings("ignore:in this step:UserWarning")
+def test_two_optimizers_step_what_backward_left_in_16_bits(queue: cl.CommandQueue, master_weight: bool) -> None:
+    """The first one widens the gradients, those of this replay, for both."""
+
+    def make(run: Run) -> Step:
+        both = [run.optimizer, SGD(run.params[2:], lr=0.01)]
+        amp.decorate(run.model, both, level="O2", master_weight=master_weight)
+        run.params = run.model.parameters()
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, (x, y))
+            loss.backward()
+            for each in both:
+                each.step()
+            return loss
+
+        return step
+
+    compare(queue, make, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("found", [False, True], ids=["made in it", "found and cleared"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
 def test_an_error_in_a_replay_leaves_the_gradients_of_before(
