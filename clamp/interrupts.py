@@ -15,7 +15,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,26 +24,74 @@ State = TypeVar("State", bound=threading.local)
 _OURS = str(Path(__file__).parent)
 
 
+#: Ctrl-C, and the signals that a program has a handler for which raises: to save and leave, or where time is up
+_SIGNALS = [
+    getattr(_signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
+    if hasattr(_signal, name)
+]
+
+
 class uninterrupted:
-    """Inside the ``with``, Ctrl-C waits until its end; a second one does not. Only the main thread gets any."""
+    """Inside the ``with``, Ctrl-C waits until its end, as do other signals that have a handler; a second one does not.
+    Only the main thread gets any."""
 
     def __enter__(self) -> None:
-        self._caught: list[tuple[int, FrameType | None]] = []
+        self._caught: dict[int, FrameType | None] = {}
         in_main = threading.get_ident() == threading.main_thread().ident
-        self._handler: Any = _signal.getsignal(_signal.SIGINT) if in_main else None
-        if callable(self._handler):
-            _signal.signal(_signal.SIGINT, self._wait)
+        handlers = {number: _signal.getsignal(number) for number in _SIGNALS} if in_main else {}
+        self._handlers: dict[int, Any] = {number: found for number, found in handlers.items() if callable(found)}
+        try:
+            for number in self._handlers:
+                _signal.signal(number, self._wait)
+        except BaseException:  # raised by the handler of one that has not begun to wait
+            self.__exit__()
+            raise
 
     def __exit__(self, *exception: object) -> None:
-        if callable(self._handler):
-            _signal.signal(_signal.SIGINT, self._handler)
-            if len(self._caught) == 1:
-                self._handler(*self._caught[0])
+        try:
+            self._give_back()
+        finally:
+            if self._caught:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        try:
+            for number in list(self._caught):
+                self._handlers[number](number, self._caught.pop(number))
+        finally:  # one that raises is not the last
+            if self._caught:
+                self._pass_on()
+
+    def _give_back(self) -> None:
+        try:
+            for number, handler in self._handlers.items():
+                _signal.signal(number, handler)
+        except BaseException:  # raised by one that does not wait any longer, before the others are back
+            self._give_back()
+            raise
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
-        self._caught.append((number, frame))
-        if len(self._caught) > 1:
-            self._handler(number, frame)
+        if number not in self._caught:
+            self._caught[number] = frame
+            return
+        del self._caught[number]
+        self._handlers[number](number, frame)
+
+
+@contextmanager
+def undoing() -> Iterator[ExitStack]:
+    """Inside the ``with``, what is pushed on a stack is undone at its end; all of it, wherever Ctrl-C comes."""
+    undo = ExitStack()
+    try:
+        try:
+            yield undo
+        finally:
+            with uninterrupted():
+                undo.close()
+    finally:  # once more: an interrupt may be raised right before the line above
+        with uninterrupted():
+            undo.close()
 
 
 @contextmanager

@@ -7,15 +7,18 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clamp import amp, bridge, interrupts
 from clamp.casting import regions
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
-from clamp.casting.results import forward_again, untold
+from clamp.casting.results import RESULTS, Observer, forward_again, untold
+from clamp.debug.dry_run import same_start
 from clamp.handle import AmpHandle
 from clamp.opencl.host_steps import replaying, unrecorded
+from clamp.ops.cast import LISTENERS
 from clamp.params.delivery import noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
 from clamp.params.writes import unnoted
@@ -48,6 +51,11 @@ def _nested() -> None:
         pass
 
 
+def _draw() -> None:
+    with same_start():
+        np.random.random()
+
+
 #: each changes something of this thread, and changes it back
 BOUNDARIES: dict[str, Callable[[], Any]] = {
     "an op": lambda: called_in(None, int),
@@ -69,6 +77,9 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "writes that do not count": _inside(unnoted),
     "steps withheld": _inside(steps_withheld),
     "observers told of no op": _inside(untold),
+    "an observer": _inside(lambda: RESULTS.attached(_OBSERVER)),
+    "ops counted": _inside(amp.debugging.collect_operator_stats),
+    "a run that is only looked at": _draw,
     "observers told in backward": _inside(forward_again),
     "a scaled pass": _inside(lambda: waiting_in(_Pass())),
     "gradients noted": _inside(noting_reached),
@@ -84,6 +95,7 @@ class _Pass:
 
 
 _LOSS: Any = _Pass()
+_OBSERVER: Observer = Observer()
 _SCALING: Any = SimpleNamespace(guards=SimpleNamespace(reports=SimpleNamespace(steps=0, tells=True)))
 _HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None))
 
@@ -93,7 +105,8 @@ def _state() -> dict[str, Any]:
     states = enumerate(interrupts._states)
     known = {f"{type(x).__name__} {i}.{name}": value for i, x in states for name, value in _values(x).items()}
     settings = {"tells": _SCALING.guards.reports.tells, "process": regions.process_region(), "change": regions._change}
-    return known | settings
+    settings |= {"observers": RESULTS.observers, "told": RESULTS.own, "listeners": list(LISTENERS)}
+    return known | settings | {"drawn": str(np.random.get_state())}
 
 
 def _values(state: Any) -> dict[str, Any]:

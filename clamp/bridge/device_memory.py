@@ -228,8 +228,9 @@ def hear_no_pools(listener: PoolListener) -> None:
     """``listener`` is told no more; when nobody is, netcl's pools are as they were."""
     if listener in _listeners:
         _listeners.remove(listener)
-    while not _listeners and _own:
-        setattr(PersistentBufferPool, *_own.popitem())
+    for name in list(_own) if not _listeners else ():
+        setattr(PersistentBufferPool, name, _own[name])
+        del _own[name]
 
 
 def _allocate(wrapped: Any, _pool: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.interrupts import Flag, holding, of_threads
+from clamp.interrupts import Flag, holding, of_threads, undoing
 from clamp.ops.elementwise import elementwise
 from clamp.params.gradient_marks import note_result
 
@@ -142,11 +142,10 @@ class _Results:
     @contextmanager
     def attached(self, observer: Observer) -> Iterator[None]:
         """``observer`` is told inside the ``with``."""
-        try:
+        with undoing() as undo:
+            undo.callback(self.detach, observer)
             self.attach(observer)
             yield
-        finally:
-            self.detach(observer)
 
     def _exchange(self) -> None:
         self.watched = bool(self.observers)

@@ -11,6 +11,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import uninterrupted
 
 
 class Undo:
@@ -44,11 +45,12 @@ class Undo:
         """Undoes everything, whatever happens meanwhile; what could not be undone is noted on ``error``."""
         problems = []
         own = [partial(optimizer.load_state_dict, state) for optimizer, state in self._own if state is not None]
-        for step in (*reversed(own), *self._narrow, *self._rest):
-            try:
-                step()
-            except BaseException as problem:  # a second Ctrl-C, say: the others are to be put back all the same
-                problems.append(f"{type(problem).__name__}: {problem}")
+        with uninterrupted():
+            for step in (*reversed(own), *self._narrow, *self._rest):
+                try:
+                    step()
+                except BaseException as problem:  # a second Ctrl-C, say: the others are to be put back all the same
+                    problems.append(f"{type(problem).__name__}: {problem}")
         if problems:
             error.add_note(
                 "While the state from before the load was put back, this was raised as well, and what is not an "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import undoing
 from clamp.params import masters
 from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weights
@@ -50,7 +51,7 @@ def same_start(*reached: Any) -> Iterator[None]:
     Args:
         reached: what a step leads to, whose scalers are meant, too.
     """
-    with ExitStack() as undo:
+    with undoing() as undo:
         undo.callback(weights.clear)
         undo.callback(np.random.set_state, np.random.get_state())
         undo.callback(random.setstate, random.getstate())
@@ -79,7 +80,7 @@ def dry_run(
         instead: called in place of each optimizer's step; see `steps_withheld`.
     """
     reached = list(bridge.in_reach(step))
-    with ExitStack() as undo:
+    with undoing() as undo:
         undo.enter_context(same_start(*reached))
         for group in bridge.living(StepGuards):  # another thread's overflow may be lost with its scale's state
             undo.callback(group.forget_heard)

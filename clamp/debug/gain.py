@@ -21,6 +21,7 @@ from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.op_counter import Casts, Key, OpCounter, OpRow
 from clamp.debug.profiler import Profiler
+from clamp.interrupts import undoing
 from clamp.opencl.host_steps import recorder, replays
 from clamp.ops.cast import CAST
 from clamp.ops.optimizer_step import COPY
@@ -62,13 +63,12 @@ class OpTimer(OpCounter):
 
     def time(self, step: Step, queues: Iterable[cl.CommandQueue]) -> list[OpRow]:
         """Runs a step on these queues; returns its ops with their seconds."""
-        self.start()
-        try:
+        with undoing() as undo:
+            undo.callback(self.stop)
+            self.start()
             with self._meter, self._recorder:
                 step()
                 _finish(queues)
-        finally:
-            self.stop()
         seconds = self._recorder.seconds
         self.launches, self.peak = len(seconds), self._meter.peak
         self.cast_seconds = sum(seconds[index] for index in self._cast_launches)

@@ -13,6 +13,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Address, Tensor
 from clamp.debug.callsite import Place
+from clamp.interrupts import uninterrupted
 from clamp.params.parts import MasterInParts
 from clamp.params.weight_cache import weights
 from clamp.scaling.step_guard import StepGuard
@@ -83,7 +84,8 @@ class MemoryMeter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._told.close()
+        with uninterrupted():
+            self._told.close()
 
     def _made(self, tensor: Tensor) -> None:
         key = id(tensor.buffer)

@@ -18,6 +18,7 @@ from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.memory_meter import KINDS, Piece, by_kind, gradients_now, pieces_now
 from clamp.debug.op_counter import Key, OpCounter
 from clamp.debug.words import aligned, size
+from clamp.interrupts import undoing
 from clamp.opencl.shortage import SAYS_WHAT_HOLDS_MEMORY
 from clamp.params.weight_cache import weights
 
@@ -175,15 +176,13 @@ def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
         for where in aside.keys() - gradients_now().keys():  # the dry run holds them, to put them back
             there.pop(where, None)
         watch = _Watch(there)
-        with bridge.told_of_tensors(watch.made):
+        with bridge.told_of_tensors(watch.made), undoing() as undo:
+            undo.callback(bridge.hear_no_pools, watch)
+            undo.callback(watch.stop)
             bridge.listen_to_pools(watch)
             watch.start()
-            try:
-                step()
-                watch.ended()
-            finally:
-                watch.stop()
-                bridge.hear_no_pools(watch)
+            step()
+            watch.ended()
     gc.collect()
     if not watch.rows:
         raise NothingSeenError

@@ -151,7 +151,8 @@ class OpCounter(Observer):
 
     def start(self) -> None:
         """Ops and casts are counted from now on."""
-        LISTENERS.append(self._cast)
+        if self._cast not in LISTENERS:
+            LISTENERS.append(self._cast)
         RESULTS.attach(self)
 
     def stop(self) -> None:

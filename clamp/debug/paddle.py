@@ -18,6 +18,7 @@ from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.callsite import here
 from clamp.debug.checker import Checker, DebugMode, Sampling, device_name, line_of
+from clamp.interrupts import undoing
 from clamp.opencl.host_steps import host_step
 from clamp.ops.statistics import numerics_of
 from clamp.patching.user_functions import decorating
@@ -265,8 +266,7 @@ def disable_operator_stats_collection() -> None:
 @decorating
 def collect_operator_stats() -> Iterator[None]:
     """Counts the ops inside the ``with``, and prints the table at its end."""
-    enable_operator_stats_collection()
-    try:
+    with undoing() as undo:
+        undo.callback(disable_operator_stats_collection)
+        enable_operator_stats_collection()
         yield
-    finally:
-        disable_operator_stats_collection()

@@ -17,7 +17,7 @@ import numpy as np
 import pyopencl as cl
 import wrapt
 
-from clamp.interrupts import holding
+from clamp.interrupts import holding, uninterrupted
 
 NANO = 1e-9  # of a second
 
@@ -72,7 +72,8 @@ class Profiler:
 
     def __exit__(self, *exception: object) -> None:
         self.host_seconds = perf_counter() - self._began
-        self._stack.close()
+        with uninterrupted():
+            self._stack.close()
 
     def __len__(self) -> int:
         return len(self.events)

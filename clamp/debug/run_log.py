@@ -23,6 +23,7 @@ from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.page.schema import VERSION, Run, Verdict, checked
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
+from clamp.interrupts import undoing
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_report import StepReport
@@ -130,13 +131,11 @@ class RunLog:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside the ``with`` nothing is counted: what is only looked at is not a part of the run."""
-        is_counting = self.counter in RESULTS.observers
-        self.counter.stop()
-        try:
+        with undoing() as undo:
+            if self.counter in RESULTS.observers:
+                undo.callback(self.counter.start)
+            self.counter.stop()
             yield
-        finally:
-            if is_counting:
-                self.counter.start()
 
 
 # ---------------------------------------------------------------------------------------------- the answer

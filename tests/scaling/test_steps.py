@@ -393,6 +393,33 @@ def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any)
     assert signal.getsignal(signal.SIGINT) is pythons_handler
 
 
+class _TimeIsUpError(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGUSR1"])
+@pytest.mark.usefixtures("pythons_handler")
+def test_a_signal_whose_handler_raises_waits_as_well(name: str) -> None:
+    def handler(*given: Any) -> None:
+        raise _TimeIsUpError
+
+    number = getattr(signal, name)
+    before, done = signal.signal(number, handler), []
+    try:
+        with pytest.raises(_TimeIsUpError), uninterrupted():  # noqa: PT012
+            signal.raise_signal(number)
+            done.append("the rest")
+        assert done == ["the rest"]
+        with pytest.raises(_TimeIsUpError) as raised, uninterrupted():  # noqa: PT012
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+        assert isinstance(raised.value.__context__, KeyboardInterrupt), "neither is lost"
+        assert signal.getsignal(number) is handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
 # ---------------------------------------------------------------------------------------------- ways to a step
 
 
