@@ -1,4 +1,4 @@
-"""Guards against Ctrl-C: what it must not cut in two, and what has to be as it was wherever it falls.
+"""Guards against Ctrl-C: what it must not cut in two, files too, and what has to be as it was wherever it falls.
 
 Python raises KeyboardInterrupt wherever the main thread is: in the first line of a function, after a call. What belongs
 together, a step and the note that it was made, is done in ``uninterrupted``. What is changed for a while is one value,
@@ -12,13 +12,15 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import inspect
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 State = TypeVar("State", bound=threading.local)
 _OURS = str(Path(__file__).parent)
@@ -120,6 +122,40 @@ def among(items: dict[object, Any], item: Any) -> Iterator[None]:
             items.pop(key, None)
     finally:
         items.pop(key, None)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
+    """A file to write, which takes the place of the one at a path at the end of the ``with``, as a whole: an error, an
+    interrupt or a full disk leave that one as it was. What is no file, ``/dev/stdout`` say, is written itself.
+
+    Args:
+        mode: ``"w"``, text in UTF-8 whose ends of lines stay as they are, or ``"wb"``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    place = Path(os.path.realpath(path))  # of a link, what it leads to
+    text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
+    if place.exists() and not (place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)):
+        with open(place, mode, **text) as file:
+            yield file
+        return
+    beside = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with open(beside, mode, **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():
+            shutil.copymode(place, beside)
+        os.replace(beside, place)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)
+        if isinstance(error, OSError) and error.filename in (None, str(beside)):  # a full disk does not say whose
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        raise
 
 
 class With:

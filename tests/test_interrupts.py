@@ -1,21 +1,32 @@
-"""Ctrl-C at every bytecode of what changes a thread's state for a while: the state is as it was, at once."""
+"""Ctrl-C at every bytecode of what changes a thread's state for a while: the state is as it was, at once. And files
+that are whole, whatever happens while they are written."""
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import os
+import re
+import stat
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clamp import amp, bridge, interrupts
+from clamp import amp, bridge, checkpoint, interrupts
 from clamp.casting import regions
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region, called_in, casting_in, in_own_region, in_region
 from clamp.casting.results import RESULTS, Observer, forward_again, untold
+from clamp.cli.bench.report import write_json
+from clamp.debug.accuracy import Accuracy
 from clamp.debug.dry_run import same_start
+from clamp.debug.traces import Trace, TracedValue
 from clamp.handle import AmpHandle
 from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.ops.cast import LISTENERS
@@ -23,9 +34,12 @@ from clamp.params.delivery import noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
 from clamp.params.writes import unnoted
 from clamp.patching.user_functions import CustomBackward, CustomForward
+from clamp.report import write_run
 from clamp.scaling.loss_scale import NoLossScale
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_guard import steps_withheld
+from clamp.scaling.step_report import History, StepReport
+from tests.debug.sample import empty_run
 from tests.faults.check import as_python_does
 from tests.faults.inject import Events
 
@@ -141,3 +155,77 @@ def test_the_state_of_a_thread_is_as_it_was(name: str, around: str) -> None:
             if events.where is None:
                 break
         assert number > 10, "it was interrupted"
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+_LONG = "x" * 100
+_TRACE = Trace([TracedValue("matmul_op", "forward", _LONG, "", "", "float32", (1,), "", 0, 0, 0.0, 0.0)])
+
+#: each writes a file of more than _ROOM bytes
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "steps.csv": History().to_csv,
+    "steps.json": History([StepReport(False, _LONG, 1.0)]).to_json,
+    "accuracy.csv": Accuracy((), (), "float16", 8.0, 0.0, 0.0).to_csv,
+    "trace.json": _TRACE.write,
+    "trace.npz": _TRACE.write,
+    "run.json": lambda path: write_run(empty_run(), path),
+    "run.npz": lambda path: checkpoint.file.write(path, {}, {"0": np.zeros(100)}),
+    "bench.json": lambda path: write_json(path, {"what": _LONG}),
+}
+_ROOM = 16
+
+
+class _Full(io.FileIO):
+    """A file on a disk that has no more room."""
+
+    def write(self, data: Any) -> int:
+        super().write(bytes(data)[:_ROOM])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _open_on_full_disk(path: Any, mode: str = "r", *_: Any, **how: Any) -> Any:
+    raw = io.BufferedWriter(_Full(path, mode.replace("b", "")))
+    return raw if "b" in mode else io.TextIOWrapper(raw, **how)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_cannot_be_written_leaves_the_file_that_is_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / name
+    WRITERS[name](file)
+    before = file.read_bytes()
+    assert len(before) > _ROOM
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", _open_on_full_disk)
+        patch.setattr(io, "open", _open_on_full_disk)
+        with pytest.raises(OSError, match=re.escape(str(file))):
+            WRITERS[name](file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_keeps_its_place_and_who_may_read_it(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_text("before")
+    real.chmod(0o604)
+    link.symlink_to(real)
+    with interrupts.replacing(link) as file:
+        file.write("after")
+    assert link.is_symlink()
+    assert real.read_text() == "after"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o604
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with interrupts.replacing(pipe) as file:
+            file.write("through it")
+        assert os.read(reader, 100) == b"through it"
+    finally:
+        os.close(reader)
+    with (
+        pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none" / "x"))),
+        interrupts.replacing(tmp_path / "none" / "x"),
+    ):
+        pytest.fail("there is no such folder")

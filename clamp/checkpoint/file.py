@@ -17,10 +17,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +29,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import replacing
 
 Array: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Any
@@ -57,19 +57,8 @@ def write(path: Path, content: Mapping[str, Json], arrays: Mapping[str, Array]) 
         OSError: the file cannot be written.
     """
     text = json.dumps({"format": _FORMAT, "version": _VERSION, **content}).encode()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **{_TEXT: np.frombuffer(text, np.uint8), **arrays})  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException as error:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say whose
-            raise OSError(error.errno, f"{error.strerror or error}, while writing a checkpoint", str(path)) from error
-        raise
+    with replacing(path, "wb") as file:
+        np.savez(file, **{_TEXT: np.frombuffer(text, np.uint8), **arrays})  # type: ignore[arg-type]
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:

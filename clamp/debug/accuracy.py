@@ -21,6 +21,7 @@ from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.ranges import FORMATS
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
 from clamp.debug.words import aligned, placed
+from clamp.interrupts import replacing
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -60,7 +61,7 @@ class Accuracy(Sequence[ValueAccuracy]):
 
     def to_csv(self, path: str | Path) -> None:
         """Writes all values to a file, a row each, under their attributes' names."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with replacing(path) as file:
             writer = csv.writer(file)
             writer.writerow(field.name for field in fields(ValueAccuracy))
             writer.writerows(astuple(value) for value in self.values)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from clamp.debug.accuracy import Accuracy, compare_step
 from clamp.debug.ranges import FLOAT16
+from clamp.interrupts import replacing
 
 _TOLERANCE = 1e-2  # of a gradient's extremes, relative and absolute
 _NUMBER = r"[-+.\w]+"
@@ -147,7 +148,7 @@ def compare_dumped(
             rows.append(row)
             if row["infinite"] and row["op_type"] not in infinite:
                 infinite.append(row["op_type"])
-    with Path(output_filename).open("w", newline="", encoding="utf-8") as file:
+    with replacing(output_filename) as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)

@@ -19,6 +19,7 @@ from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import Array, error_of, on_host
 from clamp.debug.watcher import RESULT, OpValue, Seen, Watcher
 from clamp.debug.words import bad_counts, placed
+from clamp.interrupts import replacing
 
 _FORMAT = 1
 _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
@@ -101,11 +102,12 @@ class Trace:
     def write(self, path: Path) -> None:
         """Writes it as .npz, with its elements, or as .json."""
         text = json.dumps({"format": _FORMAT, **self.about, "values": [asdict(value) for value in self.values]})
-        if path.suffix == ".json":
-            path.write_text(text, encoding="utf-8")
-        else:
-            arrays: dict[str, Any] = {_HEAD: np.array(text), **self.arrays}
-            np.savez_compressed(path, **arrays)
+        with replacing(path, "w" if path.suffix == ".json" else "wb") as file:
+            if path.suffix == ".json":
+                file.write(text)
+            else:
+                arrays: dict[str, Any] = {_HEAD: np.array(text), **self.arrays}
+                np.savez_compressed(file, **arrays)
 
     @classmethod
     def read(cls, path: Path) -> Trace:

@@ -137,8 +137,9 @@ def write(file: Path, content: bytes) -> None:
             with open(number, "wb") as opened:
                 opened.write(_digest(file, content) + b"\n" + content)
             os.replace(temporary, file)
-        except OSError:
+        except BaseException:  # a full disk, Ctrl-C
             os.unlink(temporary)
+            raise
     except OSError:  # a disk that is full or read-only
         pass
 

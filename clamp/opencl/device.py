@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pyopencl as cl
 
+from clamp.interrupts import replacing
 from clamp.opencl import amx
 from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.processor import host_cpu_flags, host_cpu_vendor
@@ -91,10 +92,8 @@ def _write_vendors(vendors: dict[str, str]) -> Path:
     for name, text in vendors.items():
         file = folder / name
         if not file.exists() or file.read_text() != text:
-            # Renamed into place, so that a process starting beside this one never reads half a file.
-            temporary = folder / f".{name}.{os.getpid()}"
-            temporary.write_text(text)
-            temporary.replace(file)
+            with replacing(file) as opened:  # a process starting beside this one never reads half a file
+                opened.write(text)
     return folder
 
 

@@ -17,6 +17,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.results import RESULTS
+from clamp.interrupts import replacing
 from clamp.opencl.progress import PROGRESS
 from clamp.ops.statistics import statistics_of
 from clamp.params import gradient_marks
@@ -108,7 +109,7 @@ class History(Sequence[StepReport]):
         Raises:
             OSError: the file cannot be written.
         """
-        with open(path, "w", encoding="utf-8", newline="") as file:
+        with replacing(path) as file:
             writer = csv.DictWriter(file, [column.name for column in fields(StepReport)])
             writer.writeheader()
             for report in self:
@@ -121,7 +122,8 @@ class History(Sequence[StepReport]):
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_text(json.dumps([asdict(report) for report in self], indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write(json.dumps([asdict(report) for report in self], indent=1) + "\n")
 
     def to_tensorboard(self, folder: str | Path) -> None:
         """Writes ``amp/loss_scale`` (after the step), ``amp/skipped`` (0 or 1), ``amp/infs`` and ``amp/nans`` of each

@@ -16,6 +16,7 @@ from rich.table import Table
 from clamp.cli import CommandError
 from clamp.cli.bench.timing import Case, Race
 from clamp.cli.console import print_fitting
+from clamp.interrupts import replacing
 
 RATIOS = (
     "ratios[x] compares a row with contender x of the same case. GFLOP/s and GB/s: own figure / x's; ms: x's time / "
@@ -138,6 +139,5 @@ def json_file(path: str, default_name: str) -> Path:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Writes everything, over what an earlier call wrote: who is cut off keeps the one or the other whole."""
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.replace(file)
+    with replacing(file) as new:
+        new.write(json.dumps(content, indent=1) + "\n")

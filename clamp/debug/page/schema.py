@@ -11,6 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
+from clamp.interrupts import replacing
+
 VERSION = 1
 LOWEST, END = -24, 16  # float16 holds magnitudes from 2^-24, its smallest subnormal, to just below 2^16
 BINS = END - LOWEST + 2  # an octave each, between one of what lies below and one of what lies above
@@ -229,7 +231,8 @@ def write_run(run: Run, path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     text = json.dumps(_without_non_finite(checked(run)), indent=1, allow_nan=False, ensure_ascii=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    with replacing(path) as file:
+        file.write(text + "\n")
 
 
 def read_run(path: str | Path) -> Run:

@@ -18,6 +18,7 @@ from clamp.debug.page.ranges import ranges
 from clamp.debug.page.schema import END, LOWEST, Input, Memory, Module, Op, Run, checked
 from clamp.debug.ranges import FLOAT16
 from clamp.debug.words import UNKNOWN, digits, duration, placed, size
+from clamp.interrupts import replacing
 from clamp.params.lost_updates import LayerUpdates
 
 _TRACK = LOWEST - 6, END + 8  # exponents that the track of an operand shows
@@ -84,7 +85,9 @@ def write_page(run: Run, path: str | Path) -> None:
         ValueError, ModuleNotFoundError: see `page_of`.
         OSError: the file cannot be written.
     """
-    Path(path).write_text(page_of(run), encoding="utf-8")
+    page = page_of(run)
+    with replacing(path) as file:
+        file.write(page)
 
 
 def _text(name: str) -> str:
