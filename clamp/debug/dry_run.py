@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -59,7 +60,7 @@ def same_start(*reached: Any) -> Iterator[None]:
             undo.callback(vars(scaler).update, dict(vars(scaler)))
         for one in bridge.living(LossScale):
             if one.scales:
-                undo.callback(one.load_state_dict, one.state_dict())
+                undo.callback(_on_device, one.load_state_dict, one.state_dict())
         yield
 
 
@@ -91,7 +92,7 @@ def dry_run(
         for tensor in _trained(guards, [*reached, *in_modules]):
             undo.callback(_set_gradient, tensor, tensor.grad, last_shared(tensor))
         for tensor in {id(x): x for x in in_modules if not bridge.is_weight(x)}.values():  # the statistics of layers
-            undo.callback(bridge.write_bytes, tensor, bridge.read_bytes(tensor))
+            undo.callback(_on_device, bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
             for scaler in bridge.host_scalers_among(reached):
                 if scaler.scale == scale_now:
@@ -110,6 +111,14 @@ def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
     found += [x for x in reached if issubclass(type(x), Tensor) and bridge.is_weight(x)]
     return list({id(x): x for x in found}.values())
+
+
+def _on_device(write: Callable[..., object], *args: Any) -> None:
+    """Puts something back; where the driver refuses it, it is tried once more."""
+    try:
+        write(*args)
+    except cl.Error:
+        write(*args)
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor | None, shared: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ from netcl.nn.layers import Linear, Module, Sequential
 from netcl.optim import SGD, Adam
 from netcl.trainer.trainer import Trainer
 
-from clamp import amp
-from clamp.bridge import Node, Tensor
+from clamp import amp, bridge
+from clamp.bridge import BatchNorm2d, Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.cli.bench.timing import counted_launches
 from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import FAULTS, Training, line_of, optimize
+from tests.faults.inject import Calls, Failure
 from tests.networks import batch, mlp, step, weights_of
 from tests.reference import to_device
 
@@ -172,6 +174,38 @@ def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> Non
     assert amp.state_dict() == state
     assert list(handle.history) == history
     assert np.random.get_state()[1].tolist() == drawn  # type: ignore[index]
+
+
+@pytest.mark.long
+def test_a_call_that_fails_in_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> None:
+    norm = BatchNorm2d(queue, 2)
+    optimizer = SGD(norm.parameters(), lr=0.1)
+    x = to_device(queue, np.random.default_rng(0).standard_normal((2, 2, 2, 2)))
+    handle = amp.init()
+
+    def run() -> None:
+        optimizer.zero_grad()
+        loss = ag.mean(ag.tanh(norm(ag.tensor(x))))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    def everything() -> Any:
+        bits = {name: bridge.read_bytes(tensor).tobytes() for name, tensor in bridge.module_tensors(norm)}
+        return bits, [param.grad for param in norm.parameters()], amp.state_dict()
+
+    run()
+    handle.explain(run)
+    before = everything()
+    for number in range(200):
+        calls = Calls(number)
+        calls.phase = "looked at"
+        with suppress(Failure), calls.counted():
+            handle.explain(run)
+        assert everything() == before, f"call {number}, {calls.failed}"
+        if calls.failed is None:
+            break
+    assert 20 < number < 199
 
 
 @pytest.mark.parametrize("debug", ["attribution", None])
