@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +41,13 @@ _VERSION = 2
 _READABLE = (1, 2)
 _TEXT = "clamp.json"
 _DEEPEST = 50  # deepest nesting of containers; what contains itself would never end
+
+
+#: what comes of reading damaged files; of zipfile, which takes a flipped bit for a cipher, RuntimeError
+_OF_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, RuntimeError, SyntaxError,
+    struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -79,9 +88,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
             for name in _references(content):
                 arrays[name] = _array(archive, name, size)
                 size -= arrays[name].nbytes
-    except CheckpointError:
+    except (CheckpointError, TimeoutError):
         raise
-    except Exception as error:
+    except (*_OF_DAMAGE, OSError) as error:
         raise CheckpointError(f"{path} is no checkpoint, is truncated or damaged: {error}") from error
     return content, arrays
 
@@ -145,13 +154,14 @@ def _array(archive: zipfile.ZipFile, name: str, most: int) -> Array:
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Whatever is raised inside says that this part of a file is damaged, unless it speaks of the file itself, or is
-    none of its: an error of the device, memory that is short, a warning that the caller has made an error."""
+    """What is raised inside says that this part of a file is damaged, unless it speaks of the file itself, or is none
+    of its: an error of the device, memory that is short, a warning that the caller has made an error, the caller's own
+    error, from the handler of a signal, say."""
     try:
         yield
-    except (CheckpointError, cl.Error, MemoryError, Warning):
+    except (CheckpointError, cl.Error):
         raise
-    except Exception as error:
+    except _OF_DAMAGE as error:
         raise CheckpointError(f"{path} is damaged: {what}: {type(error).__name__}: {error}") from error
 
 

@@ -154,7 +154,8 @@ def test_an_interrupt_or_a_failing_device_at_any_write_changes_nothing(
         places = [(bridge, "write_bytes", at) for at in range(len(optimizer.params))]
         places += [(AdamW, "_build_fused_state", 0)] if make is fused else []
         places += [(DynamicLossScale, "load_state_dict", 0)]
-        for (owner, name, at), error in itertools.product(places, [KeyboardInterrupt, cl.RuntimeError, MemoryError]):
+        errors = [KeyboardInterrupt, cl.RuntimeError, MemoryError, TimeIsUpError, TimeoutError]
+        for (owner, name, at), error in itertools.product(places, errors):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupted(getattr(owner, name), at, error))
                 with pytest.raises(error):
@@ -163,6 +164,21 @@ def test_an_interrupt_or_a_failing_device_at_any_write_changes_nothing(
             assert optimizer.t == 3
         train(handle, model, optimizer, range(3, 5))
         assert same_bits(weights_of(model), end)
+
+
+class TimeIsUpError(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("error", [MemoryError, TimeIsUpError, TimeoutError])
+def test_what_has_nothing_to_do_with_the_file_is_not_taken_for_damage(
+    queue: cl.CommandQueue, tmp_path: Path, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = mlp(queue, *SQUARE), tmp_path / "run.npz"
+    amp.save_checkpoint(file, model)
+    monkeypatch.setattr(np, "frombuffer", interrupted(np.frombuffer, 1, error))
+    with pytest.raises(error):
+        amp.load_checkpoint(file, model)
 
 
 def interrupted(call: Any, at: int, error: type[BaseException]) -> Any:
