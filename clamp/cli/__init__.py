@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
             status = run(args)
-            sys.stdout.flush()
+            if not getattr(sys.stdout, "closed", True):  # by a user's script
+                sys.stdout.flush()
     except (CommandError, NoDeviceError, UnknownDeviceError) as error:
         print(error, file=sys.stderr)
         return getattr(error, "status", 1)

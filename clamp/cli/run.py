@@ -15,7 +15,7 @@ import threading
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from io import open_code
@@ -49,7 +49,7 @@ def run(args: Namespace) -> int:
     if args.report is not None:
         _require_writable(args.report)
     handle = turn_on(args.dtype, debug="summary" if args.report else None)
-    status = failed = 0
+    status, failed, process = 0, 0, os.getpid()
     try:
         with scaling(handle):
             try:
@@ -57,8 +57,11 @@ def run(args: Namespace) -> int:
             finally:
                 _wait_for_threads()
     finally:
-        failed = _sum_up(handle, args.report)
-        handle.shutdown()
+        try:
+            if os.getpid() == process:  # not where a process ends that the script has forked
+                failed = _sum_up(handle, args.report)
+        finally:
+            handle.shutdown()
     return status or failed
 
 
@@ -108,16 +111,21 @@ def _sum_up(handle: AmpHandle, report: Path | None) -> int:
     """Prints what the run did, where it is not taken for what the script prints, and writes the report."""
     if not handle.is_active():
         return 0
-    print(handle.summary().of_run, file=sys.stderr)
+    _say(handle.summary().of_run)
     if report is None:
         return 0
     try:
         handle.report(report)
     except OSError as error:
-        print(f"cannot write {report}: {error}", file=sys.stderr)
+        _say(f"cannot write {report}: {error}")
         return 1
-    print(f"written: {report}", file=sys.stderr)
+    _say(f"written: {report}")
     return 0
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # who listened has left, or the script has closed it
+        print(text, file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------- the script

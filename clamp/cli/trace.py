@@ -5,6 +5,7 @@ There is a file for each device: bits are the same on one device with one driver
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from argparse import Namespace
@@ -79,7 +80,7 @@ def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]
     np.random.seed(0)
     tracer = _FirstSteps(steps)
     handle = turn_on(dtype)
-    status: int | None = 0
+    status, process = 0, os.getpid()
     try:
         with scaling(handle), RESULTS.attached(tracer):
             status = run_script(args.script, args.given, is_module=args.is_module)
@@ -90,7 +91,7 @@ def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]
             raise
     finally:
         handle.shutdown()
-    if status:
+    if status or os.getpid() != process:  # the script has forked one, which has come to its end
         return status, None
     trace = tracer.done or tracer.trace()
     if trace.device is None:

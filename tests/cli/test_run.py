@@ -16,7 +16,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp import amp
+from clamp import amp, session
 from clamp.cli import main
 from clamp.cli import run as command
 from clamp.handle import NoOpHandle
@@ -596,6 +596,33 @@ def test_a_reader_that_has_left_is_no_error_of_clamps(tmp_path: Path) -> None:
             text=True, check=False,
         )  # fmt: skip
     assert (ended.returncode, "BrokenPipe" in ended.stderr, "0 steps" in ended.stderr) == (1, False, True)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_script_may_close_what_it_prints_to(scripts: Scripts, monkeypatch: pytest.MonkeyPatch, closed: str) -> None:
+    monkeypatch.setattr(sys, closed, (scripts.folder / "said").open("w", encoding="utf-8"))
+    assert scripts.run(f"import sys; sys.{closed}.close()", "--report", str(scripts.folder / "run.json")) == 0
+    assert read_run(scripts.folder / "run.json")["steps"] == []
+    assert session.active_handle() is None
+
+
+def test_only_the_process_that_began_sums_up(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS, encoding="utf-8")
+    for arguments in (["run", "--report", "run.json"], ["trace", "-o", "traces"]):
+        command = [sys.executable, "-m", "clamp", *arguments, "forks.py"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ended.stdout.splitlines()[:1] == ["a child ended with 0"], ended.stderr
+        assert ended.stderr.count("AMP float16") == (arguments[0] == "run")
+        assert ended.stderr.count("no op of this script was seen") == (arguments[0] == "trace")
+
+
+FORKS = """
+import os, sys
+child = os.fork()
+if not child:
+    sys.exit(0)
+print("a child ended with", os.waitpid(child, 0)[1])
+"""
 
 
 # ---------------------------------------------------------------------------------------------- examples
