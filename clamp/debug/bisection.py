@@ -18,7 +18,7 @@ from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table
 from clamp.casting.regions import Region, casting_region, changed_regions, in_region
 from clamp.debug.callsite import OpNames
 from clamp.debug.dry_run import check_step, same_start
-from clamp.interrupts import holding
+from clamp.interrupts import holding, undoing
 
 T = TypeVar("T")
 
@@ -179,17 +179,19 @@ class _Training:
 
     def run(self, regions: FunctionRegions | LayerRegions) -> bool | float:
         self.count += 1
-        with regions.opened():
-            before = debug.session.active_handle()
+        with regions.opened(), undoing() as undo:
+            undo.callback(gc.collect)  # the model, and the optimizer, which takes a place of the handle's
+            undo.callback(_shut_down_other_than, debug.session.active_handle())
             try:
                 with same_start(*bridge.in_reach(self._step_fn)):
                     return _as_metric(self._step_fn(), self._metric)
             except FloatingPointError:
                 return float("nan") if self._metric is None else False
-            finally:
-                if debug.session.active_handle() is not before:
-                    debug.session.shutdown()
-                gc.collect()  # the model, and the optimizer, which takes a place of the handle's
+
+
+def _shut_down_other_than(handle: Any) -> None:
+    if debug.session.active_handle() is not handle:
+        debug.session.shutdown()
 
 
 def _as_metric(result: Any, metric: Callable[[Any], Any] | None) -> bool | float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 from math import ceil, isfinite, log2
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from clamp.bridge import Node
 from clamp.debug.bisection import HOLDS_UNDER_AMP, find_culprits
 from clamp.debugging import Bisection, bisect
 from tests.debug.faults import optimize
+from tests.faults.check import as_python_does
+from tests.faults.inject import Events
 from tests.reference import to_device
 
 BIG = 2e4  # a hundred of them, added up, are beyond float16
@@ -280,6 +284,35 @@ def test_a_metric_of_something_else_than_the_result_is_fine(queue: cl.CommandQue
             ag.matmul_op(x, x)
 
     assert amp.debugging.bisect(train, lambda nothing: True).verdict == HOLDS_UNDER_AMP
+
+
+class _AtTheEnds(Events):
+    """Counts the places where it is asked which handle is active, and where that is shut down."""
+
+    def _pass(self, frame: FrameType) -> None:
+        if frame.f_code in (session.active_handle.__code__, session.shutdown.__code__):
+            super()._pass(frame)
+
+
+@pytest.mark.long
+def test_an_interrupt_leaves_no_handle_of_the_training(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.ones((4, 4), np.float32))
+
+    def train() -> None:
+        amp.init()
+        ag.matmul_op(x, x)
+
+    for number in range(100):
+        events = _AtTheEnds(("all", number))
+        with as_python_does(), suppress(KeyboardInterrupt), events.counted():
+            events.phase = "all"
+            amp.debugging.bisect(train, lambda nothing: True)
+        events.phase = ""
+        assert session.active_handle() is None, events.where
+        amp.init().shutdown()
+        if events.where is None:
+            break
+    assert number > 4
 
 
 def test_what_is_no_function_is_refused(queue: cl.CommandQueue) -> None:

@@ -115,6 +115,8 @@ class Events:
             return None
         if not frame.f_code.co_filename.startswith(_FOLDERS):
             return None
+        if self._unit == "check" and _begins(frame):
+            self._pass(frame)
         frame.f_trace_opcodes = self._unit != "line"
         frame.f_trace_lines = not frame.f_trace_opcodes
         return self._every if self._unit != "check" else self._where_python_looks()
@@ -140,7 +142,7 @@ class Events:
                 # What is raised after a bytecode is raised in its place: there another handler may be near.
                 how = looks.get(back) if handlers[back // 2] == handlers[now // 2] else None
                 has_called = how == "call" and not called
-                if how == "begin" or has_called or (how == "back" and now < back):
+                if has_called or (how == "back" and now < back):
                     self._pass(frame)
             return passed
 
@@ -166,6 +168,12 @@ def is_in_a_finalizer(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def _begins(frame: FrameType) -> bool:
+    """Whether Python looks where a function begins or a generator goes on: of no bytecode there is it told."""
+    code = frame.f_code.co_code
+    return dis.opname[code[frame.f_lasti]] == "RESUME" and code[frame.f_lasti + 1] < 2
+
+
 def _is_first_half(code: CodeType, offset: int) -> bool:
     """Whether a bytecode only prepares a call, in Python 3.11."""
     return offset >= 0 and dis.opname[code.co_code[offset]] == "PRECALL"
@@ -179,8 +187,6 @@ def _looks(code: CodeType) -> tuple[dict[int, str], list[Any]]:
         name = instruction.opname
         if "CALL" in name:  # CALL, CALL_FUNCTION_EX; PRECALL where it does what CALL would
             looks[instruction.offset] = "call"
-        elif name == "RESUME" and (instruction.arg or 0) < 2:
-            looks[instruction.offset] = "begin"
         elif "JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name:
             looks[instruction.offset] = "back"
     handlers: list[Any] = [None] * (len(code.co_code) // 2 + 1)
