@@ -114,6 +114,7 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
             if amp_state and session.active_handle():
                 states = _scales_for(path, amp_state)
                 restore = session.require_handle()._scaling.restore
+                undo.keep(partial(restore, session.state_dict()))
                 steps.append(partial(reading(path, "loss scales")(restore), states))
     undo.keep_tensors(tensors)
     for optimizer in stepped:

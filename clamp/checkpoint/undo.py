@@ -36,6 +36,10 @@ class Undo:
         """This optimizer's attributes are about to be replaced, or written into."""
         self._keep(getattr(optimizer, "__dict__", None))
 
+    def keep(self, put_back: Callable[[], Any]) -> None:
+        """What this puts back is about to be changed."""
+        self._rest.append(put_back)
+
     def load_own(self, optimizer: Any, state: Any) -> None:
         """Calls the ``load_state_dict`` of a user's optimizer, whose state may lie where no attribute leads."""
         self._own.append((optimizer, _state_of(optimizer)))

@@ -15,6 +15,7 @@ from netcl.optim import Adam, AdamW, Momentum
 from clamp import amp, bridge
 from clamp.bridge import Tensor
 from clamp.scaling.dynamic_scale import DynamicLossScale
+from clamp.scaling.passes import PassScaling
 from tests.checkpoint.test_checkpoint_parameters import SQUARE, fused, same_bits, train
 from tests.networks import mlp, weights_of
 
@@ -153,7 +154,8 @@ def test_an_interrupt_or_a_failing_device_at_any_write_changes_nothing(
         assert same_bits(weights_of(model), expected)
         places = [(bridge, "write_bytes", at) for at in range(len(optimizer.params))]
         places += [(AdamW, "_build_fused_state", 0)] if make is fused else []
-        places += [(DynamicLossScale, "load_state_dict", 0)]
+        places += [(DynamicLossScale, "load_state_dict", 0), (PassScaling, "restore", 0)]
+        scales = amp.state_dict()
         errors = [KeyboardInterrupt, cl.RuntimeError, MemoryError, TimeIsUpError, TimeoutError]
         for (owner, name, at), error in itertools.product(places, errors):
             with monkeypatch.context() as patch:
@@ -161,7 +163,7 @@ def test_an_interrupt_or_a_failing_device_at_any_write_changes_nothing(
                 with pytest.raises(error):
                     amp.load_checkpoint(file, model, optimizer)
             assert same_bits(weights_of(model), expected)
-            assert optimizer.t == 3
+            assert (optimizer.t, amp.state_dict()) == (3, scales)
         train(handle, model, optimizer, range(3, 5))
         assert same_bits(weights_of(model), end)
 
