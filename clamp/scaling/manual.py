@@ -103,6 +103,7 @@ class ManualScaling:
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
+        self._is_moved = False  # whether a batch that was given up has moved the scale, before its update()
         self._rule = rule
         self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
         self._make(self._start)  # raises for a scale that is none
@@ -196,6 +197,7 @@ class ManualScaling:
             scaler.assign(guard.mask, fresh=guard.mask)
             guard.passed(scaler)
         round_.stage, round_.checked, round_.scalers = Stage.UNSCALED, checked, scalers
+        self._is_moved = False
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` unless its gradients are inf or nan; unscales them if that is not done.
@@ -269,6 +271,9 @@ class ManualScaling:
 
     def _update(self) -> None:
         rounds = [round_ for round_ in self._rounds.values() if round_.checked]
+        if not rounds and self._is_moved:
+            self._is_moved = False
+            return
         if not rounds:
             raise RuntimeError("no inf checks were recorded prior to update(): call step(optimizer) before it.")
         if len(self._scalers) > 1:
@@ -292,7 +297,8 @@ class ManualScaling:
         """Makes an optimizer ready again whose gradients were unscaled, and cleared before a step.
 
         An inf or nan in them lowers the scale now, unless another optimizer is on its way to an update: a loop that
-        leaves such batches out, with their update, would meet the same scale for ever. Reads the device then.
+        leaves such batches out, with their update, would meet the same scale for ever. An update that comes after all
+        has nothing more to do. Reads the device then.
         """
         round_ = self._rounds.get(id(optimizer))
         if round_ is None or round_.stage is not Stage.UNSCALED:
@@ -302,6 +308,7 @@ class ManualScaling:
             return
         if self.moves and any(scaler.overflowed(round_.guard.mask) for scaler in round_.scalers):
             self._update()
+            self._is_moved = True
 
     def set_scale(self, scale: float) -> None:
         """Sets the scale and makes every optimizer ready again; the growth tracker stays.

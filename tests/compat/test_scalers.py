@@ -186,6 +186,9 @@ SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
     "bad batches are left out, update too": (
         "pytorch paddle", {}, "bxu bxu bxu z .", [2.0**16, 2.0**15, 2.0**14, 2.0**13, 2.0**13]
     ),
+    "bad batches are left out, and updated": (
+        "pytorch paddle", {"every": 2}, "bxuzU bxuzU . .", [2.0**15, 2.0**14, 2.0**14, 2.0**15]
+    ),
     "bad batches are left out, and the scale is to stay": (
         "paddle", {"scale": 8.0, "dynamic": False}, "bxu bxu busU", [8.0, 8.0, 8.0]
     ),
