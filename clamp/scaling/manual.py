@@ -296,17 +296,18 @@ class ManualScaling:
     def give_up(self, optimizer: Any) -> None:
         """Makes an optimizer ready again whose gradients were unscaled, and cleared before a step.
 
-        An inf or nan in them lowers the scale now, unless another optimizer is on its way to an update: a loop that
-        leaves such batches out, with their update, would meet the same scale for ever. An update that comes after all
-        has nothing more to do. Reads the device then.
+        An inf or nan in them, or in those of others that were given up before, lowers the scale now, unless another
+        optimizer is on its way to an update: a loop that leaves such batches out, with their update, would meet the
+        same scale for ever. An update that comes after all has nothing more to do. Reads the device then.
         """
         round_ = self._rounds.get(id(optimizer))
         if round_ is None or round_.stage is not Stage.UNSCALED:
             return
         round_.stage = Stage.READY
-        if are_steps_withheld() or any(other.stage is not Stage.READY for other in self._rounds.values()):
+        rounds = list(self._rounds.values())
+        if are_steps_withheld() or any(other.stage is not Stage.READY for other in rounds):
             return
-        if self.moves and any(scaler.overflowed(round_.guard.mask) for scaler in round_.scalers):
+        if self.moves and any(scaler.overflowed(one.guard.mask) for one in rounds for scaler in one.scalers):
             self._update()
             self._is_moved = True
 

@@ -429,6 +429,25 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name: str, value: Any, fac
     assert scaler.state_dict() == state
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("face", OURS)
+def test_a_bad_batch_of_either_optimizer_that_is_left_out_lowers_the_scale(
+    queue: cl.CommandQueue, under: str, face: str, bad: int
+) -> None:
+    params, scaler, scales = [parameter(queue), parameter(queue)], FACES[face](), []
+    optimizers = [SGD([param], lr=1e-3) for param in params]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for param in params:
+            scaler.scale(summed(param)).backward()
+        plant(params[bad])
+        for optimizer in optimizers:
+            scaler.unscale(optimizer)
+        scales.append(scaler.scale_of())
+    assert scales == [2.0**16, 2.0**15, 2.0**14]
+
+
 # ---------------------------------------------------------------------------------------------- steps of a network
 
 
