@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -509,6 +510,32 @@ def test_a_peer_that_is_gone_is_an_error() -> None:
         pass
     with pytest.raises((PeerError, ValueError)):
         peer.turn("gemm", "float32", "NN", 16)(1)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_a_peer_that_is_left_says_nothing(
+    answers: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by Ctrl-C: before it introduces itself, and with what it has said unread."""
+
+    def left(peer: PeerProcess) -> None:
+        started.append(peer)
+        if answers:
+            peer._pipe.poll(None)
+        raise KeyboardInterrupt
+
+    started: list[PeerProcess] = []
+    if answers == 2:
+        with PeerProcess("numpy", threads=1, gpu=False) as peer:
+            peer._pipe.send((pickle.dumps(("gemm", "float32", "NN", 16)), 1))
+            peer._pipe.poll(None)
+        started.append(peer)
+    else:
+        monkeypatch.setattr(PeerProcess, "_answer", left)
+        with pytest.raises(KeyboardInterrupt):
+            PeerProcess("numpy", threads=1, gpu=False)
+    assert started[0]._process.returncode == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_a_peer_that_does_not_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

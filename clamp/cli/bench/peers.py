@@ -338,7 +338,6 @@ def serve() -> None:
     makers = {"numpy": NumpyPeer, "torch": partial(TorchPeer, threads, gpu)}
     peer = makers[kind]()
     pipe = Connection(descriptor)
-    pipe.send((peer.label, peer.version, peer.works))
 
     @lru_cache(maxsize=4)  # of a case's contenders, not of those before it
     def prepared(described: bytes) -> Call:
@@ -346,7 +345,8 @@ def serve() -> None:
         call()
         return call
 
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, ConnectionError):  # closed; or, at ^C, closed before an answer was sent, or read
+        pipe.send((peer.label, peer.version, peer.works))
         while True:
             described, calls = pipe.recv()
             try:
