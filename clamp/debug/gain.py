@@ -55,6 +55,7 @@ class OpTimer(OpCounter):
         self._launched: dict[Key, list[range]] = {}
         self._cast_launches: set[int] = set()
         self._shared_casts: set[int] = set()  # those of them that convert several tensors
+        self._told = range(0)  # the launches of the last conversion told of
         self._seen = 0
         self._is_backward = False
         self.cast_seconds = self.shared_cast_seconds = self.after_backward = 0.0
@@ -105,12 +106,16 @@ class OpTimer(OpCounter):
         self._seen = now
 
     def converted(self, source: Tensor, target: Tensor) -> None:
-        """Of several weights that are cast together all launches are told of when they have run."""
+        """Of several weights that are cast together all launches are told of when they have run: for each weight."""
         names = self._recorder.names
-        last = len(names) - 1
-        while last >= self._seen and names[last] == names[-1] and names[last] in _CASTS:
-            (self._shared_casts if last in self._cast_launches else self._cast_launches).add(last)
-            last -= 1
+        if len(names) == self._told.stop:
+            self._shared_casts.update(self._told)
+            return
+        first = len(names)
+        while first > max(self._seen, self._told.stop) and names[first - 1] == names[-1] and names[-1] in _CASTS:
+            first -= 1
+        self._told = range(first, len(names))
+        self._cast_launches.update(self._told)
 
 
 # ---------------------------------------------------------------------------------------------- in both precisions

@@ -117,8 +117,15 @@ def test_what_weights_take_that_are_cast_together_is_not_the_first_ops(
     seconds = property(lambda seen: [float(name in (CAST.name, COPY.name)) for name in seen.names])
     monkeypatch.setattr("clamp.debug.gain.Profiler.seconds", seconds)
     run = Run(queue)
-    amp = run.handle.summary(run.step).trial.amp
+    x, y = (ag.tensor(to_device(queue, np.ones((4, 4))), requires_grad=True) for _ in range(2))
+
+    def once() -> None:
+        run.step()
+        ag.sum(ag.matmul_op(x, y)).backward()  # two that are cast one by one
+
+    amp = run.handle.summary(once).trial.amp
     own = sum(row.seconds for row in amp.rows)
+    assert sum(row.seconds for row in amp.rows if row.name == "matmul_op" and not row.module) == 2.0
     assert amp.shared_cast_seconds == 1.0
     assert amp.cast_seconds == own + 1.0
     assert amp.op_seconds == own + 1.0
