@@ -192,6 +192,8 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
     known = {id(param) for pair in masters.pairs(optimizer) for param in pair}
     more = [param for param in params if id(param) not in known]
     scaling = session.active_scaling()
+    if id(instance) in _known:
+        _known[id(instance)].stuck = 0.0, 0  # this lowers it, as far as it goes
 
     def run() -> Any:
         with nullcontext() if scaling is None else scaling.stepped_by(instance, optimizer):

@@ -176,6 +176,12 @@ def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp
     with pytest.warns(UserWarning, match=r"25 times in a row.* of 32768: call scaler\.step\(optimizer, params\)"):
         leave_out(1)
     leave_out(1)
+    setup.scaler._scale = 2.0**-126  # the smallest, which step() cannot lower any further
+    for _ in range(30):
+        setup.backward()
+        plant(setup.params[0])
+        setup.scaler.unscale_grads(setup.params)
+        setup.scaler.step(setup.optimizer, setup.params)
 
 
 @pytest.mark.parametrize(("stepped", "named"), [((slice(2), slice(2, 4)), slice(4)), ((slice(4),), slice(1))])
