@@ -63,12 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
-            status = run(args)
+            try:
+                status = run(args)
+            except (CommandError, NoDeviceError, UnknownDeviceError) as error:
+                print(error, file=sys.stderr)
+                status = getattr(error, "status", 1)
             if not getattr(sys.stdout, "closed", True):  # by a user's script
                 sys.stdout.flush()
-    except (CommandError, NoDeviceError, UnknownDeviceError) as error:
-        print(error, file=sys.stderr)
-        return getattr(error, "status", 1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

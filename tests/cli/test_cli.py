@@ -375,6 +375,26 @@ def test_what_cannot_be_done_is_said_before_anything_is(
     assert session.active_handle() is None
 
 
+def test_what_cannot_be_done_is_all_that_is_said_where_nobody_reads() -> None:
+    """As in ``warm | head -1``, which prints before it knows."""
+    script = (
+        "import clamp.cli, clamp.cli.lists\n"
+        "def refuse(args):\n"
+        "    print('a table')\n"
+        "    raise clamp.cli.CommandError('there is none')\n"
+        "clamp.cli.lists.run = refuse\n"
+        "raise SystemExit(clamp.cli.main(['lists']))\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONUNBUFFERED": ""}, stdout=pipe,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (1, "there is none\n")
+
+
 def test_a_command_without_rich_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
