@@ -26,7 +26,7 @@ from clamp.cli.bench import command, products, steps
 from clamp.cli.bench.bandwidth import TENSORS, mixed_sizes
 from clamp.cli.bench.networks import MLP
 from clamp.cli.bench.peers import PeerError, PeerProcess, blas_settings, installed_peers
-from clamp.cli.bench.report import rows_of
+from clamp.cli.bench.report import rows_of, write_json
 from clamp.cli.bench.timing import (
     Case,
     Contender,
@@ -248,6 +248,21 @@ def test_bench_writes_what_it_has_after_each_case(
         bench("--only", "gemm,unscale", "--layouts", "TT", "--no-netcl")
     assert written == [{"TT 32"}]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_results_go_where_a_link_leads_and_into_what_is_no_file(tmp_path: Path) -> None:
+    """Neither is replaced: as ``/dev/stdout`` both are nobody's to take away."""
+    kept, link, pipe = tmp_path / "kept.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(kept)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for file in (link, pipe):
+        write_json(file, {"rows": []})
+    assert json.loads(kept.read_text()) == json.loads(os.read(reader, 100)) == {"rows": []}
+    os.close(reader)
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert {path.name for path in tmp_path.iterdir()} == {"kept.json", "link.json", "pipe"}
 
 
 def test_bench_starts_over_in_the_environment_that_timings_need(tmp_path: Path) -> None:

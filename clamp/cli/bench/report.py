@@ -138,6 +138,8 @@ def json_file(path: str, default_name: str) -> Path:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes everything, over what an earlier call wrote: who is cut off keeps the one or the other whole."""
-    with replacing(file) as new:
-        new.write(json.dumps(content, indent=1) + "\n")
+    """Writes everything, over what an earlier call wrote: who is cut off keeps the one or the other whole. A link stays
+    one, and what is no file, a pipe or ``/dev/stdout``, is written to."""
+    text = json.dumps(content, indent=1) + "\n"
+    with replacing(file) as opened:
+        opened.write(text)
