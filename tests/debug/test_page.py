@@ -129,6 +129,13 @@ def test_it_asks_for_nothing(sample: str) -> None:
     assert "default-src 'none'" in sample
 
 
+def test_what_is_drawn_by_backgrounds_is_printed(sample: str) -> None:
+    """Which browsers leave out."""
+    printed = sample.partition("@media print {")[2].partition("\n}")[0]
+    rule = next(line for line in printed.splitlines() if "print-color-adjust: exact" in line)
+    assert all(drawn in rule for drawn in (".bars i", ".track", ".key"))
+
+
 def test_of_a_large_model_only_the_branches_with_the_bad_op_are_open() -> None:
     run = sample_run()
     paths = ["", *(f"blocks.{block}{part}" for block in range(30) for part in ("", ".first", ".first.inner"))]
