@@ -125,9 +125,10 @@ def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
 
 
 def _note_stuck(scaler: Any, found_inf: bool) -> None:
-    """Says so where inf and nan come again and again at a scale that nobody lowers, as ``update`` does not."""
+    """Says so where inf and nan come again and again at a scale that nobody lowers, as ``update`` does not. At the
+    smallest nobody can: netcl's Trainer halves it, too, without ``step``."""
     last, count = _known[id(scaler)].stuck
-    count = 0 if not found_inf else count + 1 if last == scaler.scale else 1
+    count = 0 if not found_inf or scaler.scale <= SMALLEST else count + 1 if last == scaler.scale else 1
     _known[id(scaler)].stuck = scaler.scale, count
     if count == StepGuards.max_skips_at_floor:
         warn_user(

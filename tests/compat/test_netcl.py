@@ -176,12 +176,14 @@ def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp
     with pytest.warns(UserWarning, match=r"25 times in a row.* of 32768: call scaler\.step\(optimizer, params\)"):
         leave_out(1)
     leave_out(1)
-    setup.scaler._scale = 2.0**-126  # the smallest, which step() cannot lower any further
+    setup.scaler.backoff_factor = 1.0  # step() is called, and is to leave it
     for _ in range(30):
-        setup.backward()
-        plant(setup.params[0])
-        setup.scaler.unscale_grads(setup.params)
+        leave_out(1)
         setup.scaler.step(setup.optimizer, setup.params)
+    setup.scaler._scale = 2.0**-126  # the smallest
+    for _ in range(30):
+        leave_out(1)
+        setup.scaler._scale *= 0.5  # by netcl's Trainer
 
 
 @pytest.mark.parametrize(("stepped", "named"), [((slice(2), slice(2, 4)), slice(4)), ((slice(4),), slice(1))])
