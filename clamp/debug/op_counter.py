@@ -277,7 +277,7 @@ class OpCounter(Observer):
     def rows(self) -> list[OpRow]:
         """The ops, in the order in which they first ran."""
         self._name()
-        return [replace(row) for row in self._named.values()]
+        return [replace(row) for row in list(self._named.values())]  # to which other threads add
 
     @property
     def modules(self) -> list[tuple[str, str, int]]:

@@ -60,6 +60,18 @@ def test_ops_are_counted_by_place_and_dtype(run: Any) -> None:
     assert (loss.policy, loss.inputs, loss.dtype) == ("float", ("float16", "float32"), "float32")
 
 
+def test_rows_may_be_asked_for_while_another_thread_adds_some(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = counter_of(run[0])
+    before = counter.rows
+
+    def copy(row: OpRow) -> OpRow:
+        counter._named[(len(counter._named),)] = row  # as the other thread would
+        return row
+
+    monkeypatch.setattr("clamp.debug.op_counter.replace", copy)
+    assert len(counter.rows) == len(before)
+
+
 def test_casts_are_counted_with_their_bytes(run: Any, queue: cl.CommandQueue) -> None:
     (found,) = [one for one in run[0].summary().casts if one.source == "float32"]
     # Both weights, and the input where no product rounds it as it reads it; four bytes of each six are of the source.
