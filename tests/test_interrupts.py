@@ -120,7 +120,8 @@ def _state() -> dict[str, Any]:
     known = {f"{type(x).__name__} {i}.{name}": value for i, x in states for name, value in _values(x).items()}
     settings = {"tells": _SCALING.guards.reports.tells, "process": regions.process_region(), "change": regions._change}
     settings |= {"observers": RESULTS.observers, "told": RESULTS.own, "listeners": list(LISTENERS)}
-    return known | settings | {"drawn": str(np.random.get_state())}
+    _, words, *place = np.random.get_state()
+    return known | settings | {"drawn": (words.tobytes(), place)}
 
 
 def _values(state: Any) -> dict[str, Any]:
