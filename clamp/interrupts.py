@@ -137,8 +137,11 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     """
     place = Path(os.path.realpath(path))  # of a link, what it leads to
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
-    if place.exists() and not (place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)):
-        with open(place, mode, **text) as file:
+    # Asked of the path: the link that /dev/stdout is in a pipe leads to no name.
+    if os.path.exists(path) and not (
+        place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)
+    ):
+        with open(path, mode, **text) as file:
             yield file
         return
     beside = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}.tmp")

@@ -225,6 +225,14 @@ def test_a_file_keeps_its_place_and_who_may_read_it(tmp_path: Path) -> None:
         assert os.read(reader, 100) == b"through it"
     finally:
         os.close(reader)
+    reader, writer = os.pipe()  # as /dev/stdout is one: a link that leads to no name
+    try:
+        with interrupts.replacing(f"/dev/fd/{writer}") as file:
+            file.write("through it")
+        assert os.read(reader, 100) == b"through it"
+    finally:
+        os.close(reader)
+        os.close(writer)
     with (
         pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none" / "x"))),
         interrupts.replacing(tmp_path / "none" / "x"),
