@@ -251,7 +251,7 @@ def test_one_hot_of_a_negative_number_of_classes(queue: cl.CommandQueue) -> None
         ag.one_hot(Tensor.from_host(queue, np.zeros(1, np.int32), dtype="int32"), -2)
 
 
-def test_whole_numbers_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
+def test_whole_numbers_and_truths_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
     x = ag.tensor(to_device(queue, np.ones((1, 1, 4, 4))))
     for two in (2, 2.0, np.int64(2), np.float32(2), np.array(2)):
         assert ag.max_pool2d(x, two, two).value.shape == (1, 1, 2, 2)
@@ -263,6 +263,10 @@ def test_whole_numbers_of_any_type_are_taken(queue: cl.CommandQueue) -> None:
         assert ag.cross_entropy_indices(ag.tensor(to_device(queue, np.ones((2, 3)))), [2, 1], two).value.to_host() > 1
     for none in (0, 0.0, np.float32(0), np.array([0.0])):
         assert ag.dropout(x, none) is x
+    for yes in (True, 1, np.bool_(True), np.int64(1), np.array(True), np.array([1])):
+        assert ag.sum(x, 0, yes).value.shape == (1, 1, 4, 4)
+    for no in (None, np.int64(0), np.array(False)):
+        assert ag.sum(x, 0, no).value.shape == (1, 4, 4)
 
 
 def test_cast(queue: cl.CommandQueue) -> None:

@@ -70,7 +70,9 @@ def yes_or_no(function: str, argument: str, value: Any) -> bool:
     Raises:
         TypeError: it is something else, which Python would take for True: a mask, a word.
     """
-    if value is not None and not isinstance(value, bool | np.bool_ | int):
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
+    if value is not None and not isinstance(value, int | np.integer | np.bool_):
         raise TypeError(f"{function}: {argument} is {value!r:.80}; pass True or False")
     return bool(value)
 
