@@ -18,6 +18,7 @@ import json
 import math
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ _DEEPEST = 50  # deepest nesting of containers; what contains itself would never
 #: what comes of reading damaged files; of zipfile, which takes a flipped bit for a cipher, RuntimeError
 _OF_DAMAGE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, EOFError, RuntimeError, SyntaxError,
-    struct.error, zipfile.BadZipFile, zlib.error,
+    struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pyopencl as cl
 import pytest
 from netcl.io.checkpoint import load_params, save_params
 
-from clamp import amp, bridge
+from clamp import amp, bridge, checkpoint
 from tests.checkpoint.test_checkpoints import OPTIMIZERS, WIDTHS, same_bits, train
 from tests.networks import mlp, weights_of
 from tests.reference import HALF_DTYPES, to_numpy
@@ -99,6 +99,19 @@ def test_what_would_take_more_memory_than_the_file_is_refused(run: Any, kind: st
     assert tracemalloc.get_traced_memory()[1] < 4 * MB
     tracemalloc.stop()
     assert same_bits(weights_of(model), before)
+
+
+@pytest.mark.parametrize("byte", [b"'", b"\\", b"\0"])
+def test_a_header_whose_brackets_or_quotes_stay_open_is_damage(tmp_path: Path, byte: bytes) -> None:
+    """Of an array too long for its check sum to be compared before its header is read."""
+    path = tmp_path / "run.npz"
+    checkpoint.file.write(path, {"weight": {"array": "0"}}, {"0": np.zeros(5000, np.float32)})
+    content = path.read_bytes()
+    at = content.rindex(b"{'descr'")
+    for place in (at, at + 2):
+        path.write_bytes(content[:place] + byte + content[place + 1 :])
+        with pytest.raises(amp.CheckpointError, match="damaged"):
+            checkpoint.file.read(path)
 
 
 def places_in(text: Any) -> list[tuple[Any, Any]]:
