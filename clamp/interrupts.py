@@ -11,6 +11,7 @@ from __future__ import annotations
 # What is beneath signal, which looks every number and handler up in its enumerations.
 import _signal  # type: ignore[import-not-found]
 import contextlib
+import errno
 import inspect
 import os
 import shutil
@@ -127,7 +128,8 @@ def among(items: dict[object, Any], item: Any) -> Iterator[None]:
 @contextmanager
 def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """A file to write, which takes the place of the one at a path at the end of the ``with``, as a whole: an error, an
-    interrupt or a full disk leave that one as it was. What is no file, ``/dev/stdout`` say, is written itself.
+    interrupt or a full disk leave that one as it was. What is no file, ``/dev/stdout`` say, or cannot be replaced, as a
+    file that is mounted, is written itself.
 
     Args:
         mode: ``"w"``, text in UTF-8 whose ends of lines stay as they are, or ``"wb"``.
@@ -152,7 +154,13 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
             os.fsync(file.fileno())
         if place.exists():
             shutil.copymode(place, beside)
-        os.replace(beside, place)
+        try:
+            os.replace(beside, place)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EPERM) or not place.exists():
+                raise
+            shutil.copyfile(beside, place)  # it is mounted, or another user's in a folder of all
+            os.unlink(beside)
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)

@@ -190,6 +190,24 @@ def _open_on_full_disk(path: Any, mode: str = "r", *_: Any, **how: Any) -> Any:
     return raw if "b" in mode else io.TextIOWrapper(raw, **how)
 
 
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM])
+def test_a_file_whose_place_nothing_else_takes_is_written_itself(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is mounted, or another user's in a folder of all."""
+
+    def refuse(source: Path, place: Path) -> None:
+        raise OSError(number, os.strerror(number), str(source), None, str(place))
+
+    file = tmp_path / "mounted"
+    file.write_text("before, and longer")
+    monkeypatch.setattr(os, "replace", refuse)
+    with interrupts.replacing(file) as opened:
+        opened.write("after")
+    assert file.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_cannot_be_written_leaves_the_file_that_is_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
