@@ -63,7 +63,7 @@ static inline long class_of_float(float label, ulong n) {
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 label_loss(__global const STORAGE(X_T) *restrict x, __global const STORAGE(LABEL_T) *restrict labels,
            __global float *restrict losses, __global float *restrict stats, const ulong rows, const ulong n,
-           const uint each, const int ignored) {
+           const uint each, const long ignored) {
     SCRATCH;
     FOR_EACH_OWN(row, each, rows) {
         __global const STORAGE(X_T) *logits = x + row * n;

@@ -269,6 +269,15 @@ def test_whole_numbers_and_truths_of_any_type_are_taken(queue: cl.CommandQueue) 
         assert ag.sum(x, 0, no).value.shape == (1, 4, 4)
 
 
+@pytest.mark.parametrize("ignored", [2**40, -(2**63), 2**31 - 1])
+def test_an_ignored_label_may_be_any_whole_number(queue: cl.CommandQueue, ignored: int) -> None:
+    logits, host = ag.tensor(to_device(queue, np.eye(3)[:2])), np.array([1, ignored])
+    expected = ag.cross_entropy_indices(logits, [1, -100]).value.to_host()
+    for labels in (host, Tensor.from_host(queue, host, dtype="int64")):
+        loss = ag.cross_entropy_indices(logits, labels, ignored)
+        np.testing.assert_array_equal(loss.value.to_host(), expected)
+
+
 def test_cast(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.ones(3))
     with pytest.raises(ValueError, match="float64"):

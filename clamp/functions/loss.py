@@ -180,7 +180,7 @@ def cross_entropy_indices(
 def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_index: int, tape: Tape | None) -> Any:
     (x,) = casting.operands(as_node(logits))
     rows, classes = _require_rows(name, x)
-    ignore_index = min(max(whole_number(name, "ignore_index", ignore_index), -(2**31)), 2**31 - 1)
+    ignore_index = min(max(whole_number(name, "ignore_index", ignore_index), -(2**63)), 2**63 - 1)
     labels = _labels(name, targets, x.value, classes, ignore_index)
     if labels.size != rows:
         raise ValueError(
@@ -222,6 +222,8 @@ def _labels(name: str, targets: Any, logits: Tensor, classes: int, ignore_index:
     wrong = host[((host < 0) | (host >= classes)) & (host != ignore_index)]
     if wrong.size:
         raise IndexError(f"{name}: label {wrong[0]} is no class of logits of shape {logits.shape}")
+    if not -(2**31) <= ignore_index < 2**31 and ignore_index in host:
+        return Tensor.from_host(logits.queue, host, dtype="int64")
     return int32_on_device(host, logits.queue)
 
 
