@@ -138,7 +138,8 @@ def write(file: Path, content: bytes) -> None:
                 opened.write(_digest(file, content) + b"\n" + content)
             os.replace(temporary, file)
         except BaseException:  # a full disk, Ctrl-C
-            os.unlink(temporary)
+            with suppress(FileNotFoundError):  # it has been renamed
+                os.unlink(temporary)
             raise
     except OSError:  # a disk that is full or read-only
         pass

@@ -219,3 +219,20 @@ def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -
     assert known is not None
     built = program._get_program(_CONTEXTS[-1], "cast.cl", {"X_T": "f32", "Y_T": "f16", "PIECES": 0})
     assert known.signatures == built.signatures == {"cast": ["float*", "half*", "ulong", "uint"]}
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_ctrl_c_while_a_file_is_kept_goes_on_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_place: bool
+) -> None:
+    own = os.replace
+
+    def interrupted(source: str, place: Path) -> None:
+        if is_in_place:
+            own(source, place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.write(tmp_path / "kept", b"content")
+    assert list(tmp_path.iterdir()) == [tmp_path / "kept"] * is_in_place
