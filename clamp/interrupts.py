@@ -36,8 +36,8 @@ _SIGNALS = [
 
 
 class uninterrupted:
-    """Inside the ``with``, Ctrl-C waits until its end, as do other signals that have a handler; a second one does not.
-    Only the main thread gets any."""
+    """Inside the ``with``, Ctrl-C waits until its end, as do those of the other ``_SIGNALS`` that have a handler in
+    Python; a second one does not. Only the main thread gets any."""
 
     def __enter__(self) -> None:
         self._caught: dict[int, FrameType | None] = {}
