@@ -35,6 +35,10 @@ _SIGNALS = [
 ]
 
 
+#: where paths name what is open already
+_DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+
+
 class uninterrupted:
     """Inside the ``with``, Ctrl-C waits until its end, as do those of the other ``_SIGNALS`` that have a handler in
     Python; a second one does not. Only the main thread gets any."""
@@ -139,10 +143,10 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
     """
     place = Path(os.path.realpath(path))  # of a link, what it leads to
     text: dict[str, Any] = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
-    # Asked of the path: the link that /dev/stdout is in a pipe leads to no name.
-    if os.path.exists(path) and not (
-        place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)
-    ):
+    # A descriptor may be of a pipe, which has no name, or of a file that this process goes on to write to.
+    is_descriptor = any(name.startswith(_DESCRIPTORS) for name in (os.path.abspath(path), str(place)))
+    may_be_replaced = place.is_file() and os.access(place, os.W_OK) and os.access(place.parent, os.W_OK)
+    if is_descriptor or (place.exists() and not may_be_replaced):
         with open(path, mode, **text) as file:
             yield file
         return

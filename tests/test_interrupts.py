@@ -251,6 +251,12 @@ def test_a_file_keeps_its_place_and_who_may_read_it(tmp_path: Path) -> None:
     finally:
         os.close(reader)
         os.close(writer)
+    with (tmp_path / "redirected").open("wb", buffering=0) as output:  # as /dev/stdout may be one, of what goes on
+        with interrupts.replacing(f"/dev/fd/{output.fileno()}") as file:
+            file.write("through it")
+        output.seek(0, os.SEEK_END)
+        output.write(b", and on")
+    assert (tmp_path / "redirected").read_text() == "through it, and on"
     with (
         pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none" / "x"))),
         interrupts.replacing(tmp_path / "none" / "x"),
