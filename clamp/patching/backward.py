@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import reporter
@@ -19,7 +21,7 @@ from clamp.functions import recompute
 from clamp.ops.cast import cast
 from clamp.params import delivery, gradient_marks, graphs
 from clamp.patching import user_functions
-from clamp.patching.patch_registry import REPLACEMENTS, meets, replaces
+from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
 from clamp.patching.wrap import Installed
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
@@ -239,9 +241,30 @@ def node_backward(
     Tape(retain_grads=False).backward(self, grad, retain_graph=retain_graph)
 
 
-#: numpy leaves an array on the left to the operators of nodes, which name it. It would make an array of nodes, and of a
-#: comparison an array of True.
-REPLACEMENTS["netcl.autograd.engine.Node.__array_ufunc__"] = None
+@replaces("netcl.autograd.engine.Node.__array_ufunc__")
+def numpy_function(self: Node, function: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
+    """numpy's functions of nodes and numbers, ``np.add(node, node)`` or ``np.float32(2) * node``, are nodes' operators.
+    Of an array and a node numpy would make an array of nodes, and of a comparison an array of True.
+
+    Raises:
+        TypeError: an array stands beside the node.
+    """
+    for x in given:
+        if isinstance(x, np.ndarray) and x.ndim and x.dtype != object:
+            raise TypeError(
+                f"numpy.{function.__name__} was given a numpy array where the other is a node: pass "
+                "ag.tensor(Tensor.from_host(queue, array))"
+            )
+    return getattr(function, method)(*map(_number_or_object, given), **options)
+
+
+def _number_or_object(x: Any) -> Any:
+    """What numpy computes with by the operators of Python."""
+    if isinstance(x, np.generic | np.ndarray):
+        return x if x.ndim else x.item()
+    boxed = np.empty((), object)
+    boxed[()] = x
+    return boxed
 
 
 @meets("netcl.autograd.engine.apply_op")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import netcl.autograd as ag
@@ -11,6 +12,7 @@ import pytest
 
 import clamp.functions.activations
 import clamp.functions.arithmetic  # noqa: F401  (registers)
+from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
@@ -53,6 +55,16 @@ def test_ties_of_maximum(queue: cl.CommandQueue) -> None:
         x.grad = x.value.grad = None
         backward(run("maximum", Promote(), *arguments), [5.0, 5.0])
         assert to_numpy(x.grad).tolist() == [5, 0]
+
+
+def test_numpys_functions_of_nodes_are_their_operators(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    x, y = leaf(queue, [1.0, 2.0]), leaf(queue, [4.0, 8.0])
+    found = [np.add(x, y), np.float32(3) * x, np.array(3.0) * x, np.square(x), functools.reduce(np.add, [x, y, x])]
+    found += [np.sum([x, y]), *(np.array([x, y], object) * x), 3.0 + np.negative(x)]
+    expected = [[5, 10], [3, 6], [3, 6], [1, 4], [6, 12], [5, 10], [1, 4], [4, 16], [2, 1]]
+    assert [stored(node).tolist() for node in found] == expected
+    backward(np.multiply(x, y), [1.0, 1.0])
+    assert to_numpy(x.grad).tolist() == [4, 8]
 
 
 def test_where_with_numbers(queue: cl.CommandQueue) -> None:
