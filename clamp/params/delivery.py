@@ -47,14 +47,16 @@ class Waiting(Protocol):
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
 
     def ran(
-        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
-    ) -> None:
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object],
+        launches: Sequence[Callable[[], object]],
+    ) -> None:  # fmt: skip
         """A backward has given these leaves gradients.
 
         Args:
             before: what some of them had before, by id of the leaf.
             root: from which it ran.
             again: runs it once more.
+            launches: does so in the recording that it ran in, if it did, for as long as there is that.
         """
 
 
@@ -159,7 +161,7 @@ def deliver(
             adding_to(before)
         reached = _mark_all(leaves, earlier, mark)
         if running.waiting:
-            next(reversed(running.waiting.values())).ran(reached, earlier, root, *launches or [again])
+            next(reversed(running.waiting.values())).ran(reached, earlier, root, again, launches)
         for leaf, grad in aside:
             if leaf.grad is None:
                 leaf.grad = grad

@@ -74,6 +74,7 @@ class _Run(NamedTuple):
     before: Mapping[int, Tensor]
     root: Node | None
     again: Callable[[], object] | None
+    launches: Sequence[Callable[[], object]]
     gave: Sequence[Tensor]
     since: int
 
@@ -129,15 +130,20 @@ class PassGradients:
         return True
 
     def ran(
-        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object]
-    ) -> None:
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object],
+        launches: Sequence[Callable[[], object]],
+    ) -> None:  # fmt: skip
         """See :class:`clamp.params.delivery.Waiting`."""
-        self._ran.append(_Run(reached, before, root, again, [leaf.grad for leaf in reached], writes.now))
+        gave = [leaf.grad for leaf in reached]
+        self._ran.append(_Run(reached, before, root, again, launches, gave, writes.now))
 
-    @property
-    def backwards(self) -> list[Callable[[], object]]:
+    def backwards(self, recorded: bool) -> list[Callable[[], object]]:
         """Calls that run its backwards once more, after ``put_back``; none where gradients are not what they gave (the
-        user has cleared or changed some, or passes are inside of each other) or a graph is gone."""
+        user has cleared or changed some, or passes are inside of each other) or a graph is gone.
+
+        Args:
+            recorded: whether the pass ends in the recording in which it began, which has not been given up since.
+        """
         expected = {id(slot.model): slot.before for slot in self._slots}
         for run in self._ran:
             if any(id(x) in expected and expected[id(x)] is not run.before.get(id(x)) for x in run.reached):
@@ -150,11 +156,12 @@ class PassGradients:
         gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
         if not as_given or written or gone:
             return []
-        return [run.again for run in self._ran if run.again is not None]
+        calls = [run.launches[0] if recorded and run.launches else run.again for run in self._ran]
+        return [call for call in calls if call is not None]
 
     def forget_graphs(self) -> None:
         """Lets go of what ``backwards`` needs, and ``put_back`` does not: a recording keeps this for its replays."""
-        self._ran = [run._replace(root=None, again=None, gave=()) for run in self._ran]
+        self._ran = [run._replace(root=None, again=None, launches=(), gave=()) for run in self._ran]
 
     @property
     def others(self) -> list[Tensor]:

@@ -79,7 +79,7 @@ def scaled_pass(
                     repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
                     end_pass(guards, scaler)
                 else:
-                    backwards = reached.backwards
+                    backwards = reached.backwards(recorded=True)
                     repeat = partial(in_turn, [*backwards, *launches]) if backwards else None
                     reached.forget_graphs()
                     delivered = gradient_marks.snapshot(reached.tensors)
@@ -115,7 +115,7 @@ def _end_again(
         repeats = scaling.repeats(loss, scaler, guards, lambda: again)
     end()
     if repeats is not None:
-        repeats.settle(end, lambda: [(tensor, grad) for tensor, grad, *_ in delivered])
+        repeats.settle(end)
 
 
 def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:

@@ -47,7 +47,7 @@ class Repeats:
         self._tried = 0
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
 
-    def settle(self, end: Repeat, left: Callable[[], list[tuple[Tensor, Tensor | None]]]) -> None:
+    def settle(self, end: Repeat, left: Callable[[], list[tuple[Tensor, Tensor | None]]] | None = None) -> None:
         """Repeats, after the end of the pass, its backward if it has overflowed, now, or when its gradients are used.
 
         Later is as before there were repeats: the host goes on, and waits with the step. So it is where the scale has
@@ -56,12 +56,13 @@ class Repeats:
 
         Args:
             end: ends the pass, once more.
-            left: tensors, with the gradients that it has left to them.
+            left: tensors, with the gradients that it has left to them. None in a recording, where nothing waits: what
+                is launched after the pass has its memory, in which its launches could not be repeated later.
         """
         if self._is_skipped or are_steps_withheld():
             return
         one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
-        if self._loss is None or not (one_by_one and self._before.growth_tracker):
+        if self._loss is None or left is None or not (one_by_one and self._before.growth_tracker):
             try:
                 self._settle(end)
             except BaseException:  # an interrupt, too: the pass is given up
@@ -185,7 +186,7 @@ def backward_again(
     reached: PassGradients, scaler: LossScale, guards: Sequence[StepGuard], ranks: Averaging | None
 ) -> Repeat | None:
     """Returns what ``Repeats`` finds for a pass that is not recorded."""
-    backwards = reached.backwards
+    backwards = reached.backwards(recorded=False)
 
     def again() -> None:
         reached.put_back()

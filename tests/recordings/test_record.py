@@ -20,6 +20,7 @@ import pytest
 from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, Flatten, Linear, ReLU, Sequential
+from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
 from netcl.optim.ema import ModelEMA
 
@@ -191,6 +192,55 @@ def test_clipping_is_that_of_the_day(queue: cl.CommandQueue, clip: str) -> None:
         return clears_first(run, before_step=lambda: getattr(netcl.optim.clip, clip)(run.params, 0.05))
 
     compare(queue, make, batches=poisoned(BATCHES, 5))
+
+
+def test_a_pass_in_which_the_recording_is_given_up_is_repeated(queue: cl.CommandQueue) -> None:
+    """The launches of its backward are gone, its graph is not."""
+
+    def make(run: Run) -> Step:
+        def step(x: Tensor, y: Tensor) -> Node:
+            run.optimizer.zero_grad()
+            loss = loss_of(run.model, (x, y))
+            with run.handle.scale_loss(loss, run.optimizer) as scaled_loss:
+                scaled_loss.backward()
+                loss.value.to_host()
+            run.optimizer.step()
+            return loss
+
+        return step
+
+    large = [x * np.float32(3000 if index == 2 else 1) for index, x in enumerate(BATCHES)]
+    with pytest.warns(UserWarning, match="runs as it is"):
+        compare(
+            queue, make, 5, recordings=0, batches=large, after=lambda run, index: run.handle.last_step.repeats,
+            optimizer=lambda params: SGD(params, lr=1e-7),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_is_computed_between_a_pass_that_is_repeated_and_the_step_stays(
+    queue: cl.CommandQueue, passes: int
+) -> None:
+    """It has memory of the pass, whose launches are repeated before that. Two passes come in every other call."""
+
+    def make(run: Run) -> Step:
+        run.handle.scalers[0].rule = ScaleRule()  # it does not move in a call that is not repeated
+
+        def step(x: Tensor, y: Tensor, times: int) -> Node:
+            run.optimizer.zero_grad()
+            for _ in range(times):
+                run.backward(x, y)
+                doubled = elementwise_binary(x, x, expression="v0 + v1")
+            run.optimizer.step()
+            return ag.tensor(doubled)
+
+        return step
+
+    large = [x * np.float32(1000 if index in (7, 9, 11) else 1) for index, x in enumerate(BATCHES)]
+    compare(
+        queue, make, 12, recordings=None, batches=large, optimizer=lambda params: SGD(params, lr=1e-6),
+        model=lambda queue: mlp(queue, 10, 64, 64, 64, 3), more=lambda index: (passes if index % 2 else 1,),
+    )  # fmt: skip
 
 
 def clip_once(queue: cl.CommandQueue) -> None:
