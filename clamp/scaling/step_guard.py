@@ -299,7 +299,7 @@ class StepGuards(bridge.Listed):
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
         self._running: dict[object, int] = {}  # ids of optimizers whose step is under way
         self.reports = Reports()
-        self.require_scaled = False  # whether steps are refused whose gradients came by no scaled backward pass
+        self.require_scaled = False  # whether steps are refused that no scaled pass of the handle's precedes
 
     @property
     def optimizers(self) -> list[Any]:
@@ -397,12 +397,12 @@ class StepGuards(bridge.Listed):
                 "Run backward inside `with handle.scale_loss(...)` and call step() without arguments."
             )
         guard = self._guard(optimizer)
-        if self.require_scaled and not guard.pending and not all(
-            x.grad is None or gradient_marks.is_unscaled(x.grad) for x in optimizer.params
-        ):  # fmt: skip
+        if self.require_scaled and not guard.pending and any(x.grad is not None for x in optimizer.params):
             raise RuntimeError(
                 "optimizer.step() would use the gradients of this rank alone: under handle.distribute they are "
-                "averaged at the end of `with handle.scale_loss(loss, optimizer)`, so run every backward in one"
+                "averaged at the end of `with handle.scale_loss(loss, optimizer)`, which names all optimizers that "
+                "step by them, so run every backward of a step in one. A GradScaler, a Graph with an optimizer and "
+                "netcl's Trainer(mixed_precision=True) do not average"
             )
         if self.wants_scaling and gradient_marks.lost_bits(getattr(optimizer, "params", ())):
             self.wants_scaling = False  # one warning will do

@@ -19,6 +19,7 @@ import pyopencl as cl
 import pytest
 from mpi4py import MPI
 from netcl.optim import SGD
+from netcl.trainer import Trainer
 
 from clamp import amp
 from clamp.bridge import Tensor
@@ -263,6 +264,35 @@ def refuses_a_step_without_averages(queue: cl.CommandQueue) -> None:
         mean_loss(model, part(queue, 0)).backward()
         with pytest.raises(RuntimeError, match="this rank alone"):
             optimizer.step()
+        before = weights_of(model)
+        for steps in (by_a_scaler, by_netcls_trainer, by_a_graph):
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="this rank alone"):
+                steps(queue, model, optimizer)
+        assert all(map(np.array_equal, before, weights_of(model)))
+
+
+def by_a_scaler(queue: cl.CommandQueue, model: Any, optimizer: Any) -> None:
+    scaler = amp.GradScaler(init_scale=2.0**4)
+    scaler.scale(mean_loss(model, part(queue, 0))).backward()
+    scaler.step(optimizer)
+
+
+def by_netcls_trainer(queue: cl.CommandQueue, model: Any, optimizer: Any) -> None:
+    x, _ = part(queue, 0)
+    Trainer(model, optimizer, queue, mixed_precision=True).fit([(x, np.zeros(x.shape[0], np.int64))])
+
+
+def by_a_graph(queue: cl.CommandQueue, model: Any, optimizer: Any) -> None:
+    class Step(amp.Graph):
+        def build(self, x: Any, y: Any) -> Any:
+            loss = mean_loss(model, (x.value, y.value))
+            loss.backward()
+            return loss
+
+    graph = Step()
+    graph.add_optimizer(optimizer)
+    graph(*part(queue, 0))
 
 
 # ---------------------------------------------------------------------------------------------- jobs that must end
