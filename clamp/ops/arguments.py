@@ -23,6 +23,11 @@ from clamp import bridge
 from clamp.bridge import Tensor
 
 
+def _alone(value: Any) -> Any:
+    """What an array of one element holds; anything else as it is."""
+    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+
+
 def whole_number(function: str, argument: str, value: Any, least: int | None = None, instead: str = "") -> int:
     """The value as an int.
 
@@ -37,8 +42,7 @@ def whole_number(function: str, argument: str, value: Any, least: int | None = N
     """
     wanted = "a whole number" if least is None else f"a whole number from {least} on"
     message = f"{function}: {argument} is {value!r}; it must be {wanted}" + (f": {instead}" if instead else "")
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.item()
+    value = _alone(value)
     if not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(message)
     if not math.isfinite(value) or value != int(value) or (least is not None and value < least):
@@ -52,8 +56,7 @@ def number(function: str, argument: str, value: Any) -> float:
     Raises:
         TypeError: it is no number.
     """
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.item()
+    value = _alone(value)
     try:
         if not isinstance(value, str | bytes):
             return float(value)
@@ -70,8 +73,7 @@ def yes_or_no(function: str, argument: str, value: Any) -> bool:
     Raises:
         TypeError: it is something else, which Python would take for True: a mask, a word.
     """
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.item()
+    value = _alone(value)
     if value is not None and not isinstance(value, int | np.integer | np.bool_):
         raise TypeError(f"{function}: {argument} is {value!r:.80}; pass True or False")
     return bool(value)
