@@ -130,6 +130,7 @@ def _refusals() -> list[Any]:
             for mask in ([True, False, True], np.array([True, False, True]))
         ),
         ("gather", ((2, 3), 0, [0.5]), ValueError, "^gather: 0.5 stands where only whole numbers may"),
+        ("gather", ((2, 3), 0, np.array([2**64 - 1])), ValueError, "^gather: 18446744073709551615 stands where only"),
         ("embedding", ((2, 3), np.array([0, np.nan])), ValueError, "^embedding: nan stands"),
         ("cross_entropy", ((2, 3), np.array([0.5, 1])), ValueError, "^cross_entropy: 0.5 stands"),
         ("cross_entropy", ((2, 3), np.array([2**32, 1])), IndexError, "^cross_entropy: label 4294967296 is no class"),

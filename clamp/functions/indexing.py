@@ -69,8 +69,9 @@ def host_integers(name: str, numbers: Any) -> Any:
             whole = given.astype(np.int64)
     except (TypeError, ValueError):
         raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
-    if given.dtype.kind == "f" and (wrong := given[given != whole]).size:
-        raise ValueError(f"{name}: {wrong[0]} stands where only whole numbers may: an index, or the number of a class")
+    if given.dtype.kind in "fu" and (wrong := given[given != whole]).size:
+        what = "an index, or the number of a class"
+        raise ValueError(f"{name}: {wrong[0]} stands where only whole numbers may, and those of int64: {what}")
     return whole.ravel()
 
 
