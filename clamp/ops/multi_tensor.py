@@ -15,8 +15,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel, Prepared
-from clamp.ops.launch import pieces_for
-from clamp.ops.slots import open_slots, require_readable, slots_for, tiles_of
+from clamp.ops.slots import macros_of, open_slots, require_readable, slots_for, tiles_of
 
 UNSCALE = Kernel("multi_tensor.cl", "unscale")
 
@@ -145,7 +144,7 @@ def _launch(
         tensors = open_slots(len(targets), slots, tiles) * (1 if in_place else 2)
         bound = UNSCALE.bind(
             queue, *tiles.grid, tiles.table, ..., ..., *tensors,
-            IN_PLACE=int(in_place), ONLY_CHECK=only_check, X_T=kind, DECADES=slots // 10, PIECES=pieces_for(queue),
+            IN_PLACE=int(in_place), ONLY_CHECK=only_check, X_T=kind, DECADES=slots // 10, **macros_of(queue),
         )  # fmt: skip
         _plans.keep(key, bound)
     sources = [] if in_place else [source for source, _, _ in pairs]

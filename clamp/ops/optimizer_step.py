@@ -17,8 +17,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.launches import Launch
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.cast import LISTENERS
-from clamp.ops.launch import pieces_for
-from clamp.ops.slots import filled, open_slots, slots_for, tiles_of
+from clamp.ops.slots import filled, macros_of, open_slots, slots_for, tiles_of
 
 UPDATE = Kernel("optimizer_step.cl", "update")
 COPY = Kernel("optimizer_step.cl", "copy")  # of the rule that is none
@@ -116,7 +115,7 @@ class MultiUpdate:
                 *[column[index] for column in first for index in slotted],
                 *(open_slots(len(members), slots, tiles) if has_gradients else ()),
                 *[column[index] for column in last for index in slotted],
-                PIECES=pieces_for(self._queue), **macros,
+                **macros_of(self._queue), **macros,
             )  # fmt: skip
             self._launches.append((members, launch, by_chance))
 
@@ -197,6 +196,6 @@ def _bind_casts(key: tuple[Any, ...], queue: cl.CommandQueue, dtype: str, sizes:
     bound = COPY.bind(
         queue, *tiles.grid, tiles.table, *slots, *slots,
         RULE="none", COPY_T=bridge.STORAGE[dtype], KEEPS="kept_copy", TURNS=0, DECADES=_CAST_SLOTS // 10,
-        PIECES=pieces_for(queue),
+        **macros_of(queue),
     )  # fmt: skip
     return _casts.keep(key, bound)

@@ -14,6 +14,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.ops.launch import pieces_for
 
 T = TypeVar("T")
 
@@ -52,6 +53,11 @@ def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: in
         fitting = (device.max_parameter_bytes - other_bytes) // (8 * pointers)
         most = max(10, min(_SLOTS, fitting // 10 * 10))
     return min(most, -(-count // 10) * 10)
+
+
+def macros_of(queue: cl.CommandQueue) -> dict[str, object]:
+    """Macros by which the queue's device goes through tensors element by element (kernels/slots.clh, pieces.clh)."""
+    return {"PIECES": pieces_for(queue), "STREAMS": capabilities(queue).streams}
 
 
 def require_readable(function: str, tensors: Sequence[Tensor]) -> None:

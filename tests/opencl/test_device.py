@@ -113,6 +113,7 @@ def test_the_dot_product_of_bfloat16_is_tried_and_fast_by_vendor(
         assert bool(found.dot_bf16) == (found.is_cpu and works)
     assert tried.count("dot_bf16") == found.is_cpu
     assert found.fast_dot_bf16 == (found.is_cpu and is_fast)
+    assert found.streams == (4 if found.is_cpu and vendor == "GenuineIntel" else 1)
 
 
 def test_an_instruction_that_the_processor_lacks_is_not_tried(

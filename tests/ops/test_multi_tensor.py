@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from netcl.core.device import CPUQueue
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.ops import slots
+from clamp.opencl.program import Prepared
+from clamp.ops import multi_tensor, slots
 from clamp.ops.loss_scale import DeviceState
 from clamp.ops.multi_tensor import check_, unscale_
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, quantize, to_device, to_numpy
@@ -65,7 +67,12 @@ def launches(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> list[st
     return names
 
 
-def test_float32_gradients_are_unscaled_in_place(queue: cl.CommandQueue, simulated: bool, state: cl.Buffer) -> None:
+@pytest.mark.parametrize("streams", [1, 4])
+def test_float32_gradients_are_unscaled_in_place(
+    queue: cl.CommandQueue, simulated: bool, state: cl.Buffer, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    monkeypatch.setattr(slots, "capabilities", lambda queue: replace(capabilities(queue), streams=streams))
+    monkeypatch.setattr(multi_tensor, "_plans", Prepared(10))
     arrays, tensors = make(queue, SIZES if simulated else SIZES + LARGE_SIZES)
     unscale_(tensors, tensors, state)
     for array, tensor in zip(arrays, tensors, strict=True):

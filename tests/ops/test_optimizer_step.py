@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
+from clamp.opencl.program import Prepared
+from clamp.ops import optimizer_step, slots
 from clamp.ops.cast import cast
 from clamp.ops.optimizer_step import Copy, MultiUpdate, cast_all
 from clamp.ops.slots import in_turn, slots_for
@@ -116,8 +120,13 @@ def test_copies_have_the_bits_of_a_cast(queue: cl.CommandQueue, dtype: str) -> N
         np.testing.assert_array_equal(to_numpy(param), to_numpy(expected))
 
 
+@pytest.mark.parametrize("streams", [1, 4])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_many_tensors_are_cast_as_one_is(queue: cl.CommandQueue, dtype: str) -> None:
+def test_many_tensors_are_cast_as_one_is(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, dtype: str, streams: int
+) -> None:
+    monkeypatch.setattr(slots, "capabilities", lambda queue: replace(capabilities(queue), streams=streams))
+    monkeypatch.setattr(optimizer_step, "_casts", Prepared(10))
     tensors = on_device(queue, [SPECIAL, *drawn(SIZES, 1)[0], np.tile(SPECIAL, 50)])
     copies = cast_all(tensors, dtype)
     assert [(x.shape, x.dtype) for x in copies] == [(x.shape, dtype) for x in tensors]
