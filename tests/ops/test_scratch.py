@@ -75,7 +75,7 @@ def _attention(queue: cl.CommandQueue) -> None:
     ("compute", "needs_dot"),
     [
         pytest.param(_gemm("packed", 600, "float16"), False, id="gemm packed"),
-        pytest.param(_gemm("dot_bf16", 1300, "bfloat16"), True, id="gemm dot_bf16"),
+        pytest.param(_gemm("dot_bf16", 4200, "bfloat16"), True, id="gemm dot_bf16"),
         pytest.param(_conv("packed"), False, id="conv packed"),
         pytest.param(_conv("winograd"), False, id="conv winograd"),
         pytest.param(_conv("dot_bf16"), True, id="conv dot_bf16"),
