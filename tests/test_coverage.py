@@ -122,7 +122,7 @@ def test_a_star_speaks_for_modules_without_tensor_work_only() -> None:
 #: methods of tensors and nodes that compute nothing
 _NO_OPERATORS = {
     "__init__", "__repr__", "__eq__", "__del__", "from_host", "from_shape", "to_host", "to_host_async", "write",
-    "wait", "_clear_pending",
+    "wait", "_clear_pending", "__replace__",
 }  # fmt: skip
 
 

@@ -310,7 +310,8 @@ def unread(nodes: Sequence[Node]) -> frozenset[int]:
     for place in reversed(range(len(nodes))):
         node = nodes[place]
         children, value = bridge.children([node]), node.value
-        views = sum(id(child) in ids and bridge.base_of(child.value) is value for child in children)
+        # A list, not a generator: Python 3.14 counts what it closes over, `value`, in another way.
+        views = sum([id(child) in ids and bridge.base_of(child.value) is value for child in children])
         if getrefcount(value) - _OWN - 1 == views and all(id(child) in ids for child in children):
             found.append(place)
             ids.add(id(node))

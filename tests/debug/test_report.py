@@ -275,7 +275,7 @@ def test_texts_can_be_written_and_shown(tmp_path: Path) -> None:
         ('{"version": 2}', r"version 2, and this clamp reads version 1"),
         ('{"version": "1"}', r"version '1', and this"),
         ('{"version": 1}', "run has no key 'clamp'"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "recursion|overflow"),
     ],
 )
 def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:

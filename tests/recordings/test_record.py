@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
 import time
 import warnings
@@ -626,6 +627,8 @@ WAYS = {
     "method": [2.0, 107.0], "of_the_class": [2.0, 7.0], "below": [4.0, 4.0], "above": [4.0, 4.0], "given": [3.0, 3.0],
     "named": [10.0, 35.0],
 }  # fmt: skip
+if sys.version_info >= (3, 14):  # a partial is a method there, which gets the object in place of x
+    del WAYS["given"]
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -20,8 +20,8 @@ IN_WORDS = "packed panels and the processor's bfloat16 dot product"
 
 _GEMM = Kernel("gemm_dot_bf16.cl", "gemm")
 _ROWS, _COLUMNS = 12, 32  # of the register tile
-# pairs of k between two visits to a tile: as long a panel as 8 of A leave room for in a second-level cache of 1 MB; sums
-# that go through memory cost more than a panel of B that the first level does not hold (3 to 8 % on a Zen 5)
+# pairs of k between two visits to a tile: as long a panel as 8 of A leave room for in a cache of 1 MB. Sums
+# that go through memory cost more than a panel of B that the first level does not hold (3 to 8 % on a Zen 5).
 _KC = 2048
 
 
