@@ -143,7 +143,7 @@ def test_the_state_of_a_thread_is_as_it_was(name: str, around: str) -> None:
     run()
     with {"nothing": untold, "a region": lambda: in_region(_REGION), "an op": lambda: casting_in(None)}[around]():
         before, first = _state(), Events(unit="opcode")
-        with as_python_does(), first.counted():  # from Python 3.13 on, code that is traced once is told of the next time
+        with as_python_does(), first.counted():  # as of 3.13, code tells from its second traced run on
             first.phase = "here"
             run()
             first.phase = ""

@@ -149,7 +149,7 @@ def _write_all(tensors: Sequence[Tensor], numbers: Array) -> None:
 # ---------------------------------------------------------------------------------------------- replicas
 
 
-class ScaledTape(wrapt.ObjectProxy[Any]):
+class ScaledTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A tape whose backward runs from the scaled loss.
 
     Args:

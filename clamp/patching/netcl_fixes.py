@@ -237,7 +237,7 @@ def jit_compile(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> A
 
 
 @replaces("netcl.autograd.compiler._COMPILER_CACHE")
-class FloatKernels(wrapt.ObjectProxy[Any]):
+class FloatKernels(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
 
     A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit

@@ -164,7 +164,7 @@ def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..
 # ---------------------------------------------------------------------------------------------- wrapped optimizers
 
 
-class OptimWrapper(wrapt.ObjectProxy[Any]):
+class OptimWrapper(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """An optimizer with ``scale_loss``; everything else is the optimizer's own.
 
     ``step`` does nothing if any of the losses since the last step overflowed.
