@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -11,6 +12,7 @@ import numpy as np
 import pyopencl as cl
 from netcl.core import memory, transfer
 from netcl.core.backend.opencl import OpenCLBackend
+from netcl.core.memory import PersistentBufferPool
 from netcl.core.parameter import Parameter as Parameter
 from netcl.core.tensor import Tensor as Tensor
 from netcl.core.tensor import reshape as _reshape
@@ -90,29 +92,52 @@ class _Place(NamedTuple):
 
     queue: cl.CommandQueue | None
     like: Any  # a tensor without memory
-    # pool_of, pool_code: what found the pool, and its code, which AMP exchanges; only if it finds the same one
+    # netcls, pool_code: netcl's function for pools, and its code, which AMP exchanges; only if it finds the same one
     # always, which a recording's does not
-    pool_of: Any
+    netcls: Any
     pool_code: Any
     pool: Any
     new: list[int]  # how much memory the pool had made anew at the last look
 
 
 _place = _NOWHERE = _Place(None, None, None, None, None, [0])
+_pools_lock = threading.RLock()
+
+
+def pool_of(queue: cl.CommandQueue, netcls: Callable[[Any], Any] | None = None) -> Any:
+    """The pool of a queue: netcl's for the one of a context that has asked first, one of its own for each further one.
+
+    netcl has one for all. What a tensor of one queue frees while a launch still uses it would go to the next tensor
+    that asks, on whatever queue: launches of one queue wait for each other, those of two do not. Pools stay, as netcl's
+    do: tensors go back to them at any time, and shared virtual memory must not be freed under a launch.
+
+    Args:
+        netcls: netcl's function, where its name stands for this one.
+    """
+    first = (netcls or memory.get_persistent_pool)(queue)
+    if first.queue == queue or type(first) is not PersistentBufferPool:  # a recording has a pool of its own
+        return first
+    # Beside netcl's, whose keys are positive, so that whoever looks at all pools meets these, too.
+    key = -queue.int_ptr
+    pool = memory._PERSISTENT_POOLS.get(key)
+    if pool is None:
+        with _pools_lock:
+            pool = memory._PERSISTENT_POOLS.setdefault(key, PersistentBufferPool(queue.context, queue))
+    return pool
 
 
 def empty(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor with undefined content, from netcl's pool: as ``Tensor.from_shape``, and much faster."""
     if Tensor.__init__ is not _own_init:  # somebody watches tensors being made: clamp.debugging's meter, say
-        return _from_shape(queue, shape, dtype=dtype)
+        return _from_shape(queue, shape, dtype=dtype, pool=pool_of(queue))
     return _in_memory_of(prod(shape) * _BYTES[dtype], queue, tuple(map(int, shape)), dtype)
 
 
 def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> Tensor:
     """A tensor in so many bytes of netcl's pool. All that netcl's constructor finds out anew is the same on a queue."""
     place = _place
-    pool_of = memory.get_persistent_pool
-    if place.queue is not queue or place.pool_of is not pool_of or place.pool_code is not pool_of.__code__:
+    netcls = memory.get_persistent_pool
+    if place.queue is not queue or place.netcls is not netcls or place.pool_code is not netcls.__code__:
         place = _place_on(queue)
     handle = place.pool.allocate(size)
     if place.pool.stats.misses != place.new[0]:
@@ -176,12 +201,12 @@ def _made_as(like: Tensor) -> Tensor:
 def _place_on(queue: cl.CommandQueue) -> _Place:
     global _place
     require_usable(queue)
-    pool_of = memory.get_persistent_pool
+    netcls = memory.get_persistent_pool
     like = _place.like
     if _place.queue is not queue:
         like = Tensor(None, (), "", queue.context, queue, backend=OpenCLBackend(queue))
-    place = _Place(queue, like, pool_of, pool_of.__code__, pool_of(queue), [-1])
-    if pool_of is _own_pool_of:
+    place = _Place(queue, like, netcls, netcls.__code__, pool_of(queue), [-1])
+    if netcls is _own_pool_of:
         _place = place
     return place
 
@@ -210,14 +235,14 @@ def ones(queue: cl.CommandQueue, shape: Sequence[int]) -> Tensor:
 
 def zeros(queue: cl.CommandQueue, shape: Sequence[int], dtype: str) -> Tensor:
     """A device tensor of zeros, from netcl's pool."""
-    return _from_shape(queue, shape, dtype=dtype, fill=0.0)
+    return _from_shape(queue, shape, dtype=dtype, pool=pool_of(queue), fill=0.0)
 
 
 def empty_like(tensor: Tensor, size: int) -> Tensor:
     """A device tensor with undefined content, of the shape and dtype of another one, in memory of ``size`` bytes."""
     if Tensor.__init__ is _own_init:
         return _in_memory_of(size, tensor.queue, tuple(tensor.shape), tensor.dtype)
-    handle = memory.get_persistent_pool(tensor.queue).allocate(size)
+    handle = pool_of(tensor.queue).allocate(size)
     return _same(tensor, handle.buffer, handle)
 
 

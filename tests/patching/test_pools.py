@@ -1,7 +1,8 @@
-"""Memory that one queue frees is not handed to another queue while AMP is on."""
+"""Memory that one queue frees is not handed to another queue: of clamp's tensors, and of netcl's while AMP is on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyopencl as cl
@@ -48,6 +49,17 @@ def test_each_queue_takes_from_its_own_pool_and_gives_back_to_it(queues: list[cl
             freed = freed_address(one)
             assert freed_address(other) != freed
             assert freed_address(one) == freed
+
+
+@pytest.mark.parametrize("make", [bridge.empty, bridge.zeros])
+def test_clamp_s_own_tensors_keep_to_their_queue_s_pool_without_amp(
+    queues: list[cl.CommandQueue], make: Callable[..., Tensor]
+) -> None:
+    memory.get_persistent_pool(queues[0])
+    for one, other in (queues, queues[::-1]):
+        freed = address_of(make(one, SHAPE, "float32").buffer)
+        assert address_of(make(other, SHAPE, "float32").buffer) != freed
+        assert address_of(make(one, SHAPE, "float32").buffer) == freed
 
 
 def test_the_queue_that_asked_first_keeps_netcls_pool(queues: list[cl.CommandQueue]) -> None:
