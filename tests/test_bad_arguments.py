@@ -20,7 +20,7 @@ from netcl.optim import SGD
 
 import clamp
 from clamp import amp, session
-from clamp.bridge import Node
+from clamp.bridge import Node, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.compat.scalers import GradScaler as OneFlowScaler
 from tests.networks import mlp
@@ -287,6 +287,20 @@ def test_what_is_no_tensor_is_named_where_one_belongs(queue: cl.CommandQueue, na
         for junk in (None, "x", [1.0, 2.0]):
             with pytest.raises(TypeError, match=f"given {re.escape(repr(junk))} where it takes a node or a tensor"):
                 _TAKE_TENSORS[name](x, junk)
+
+
+def test_an_array_left_of_a_bare_tensor_is_refused(queue: cl.CommandQueue) -> None:
+    array = np.full((2, 2), 3.0, np.float32)
+    with amp.init():
+        x = to_device(queue, np.ones((2, 2)))
+        for operator in (np.multiply, np.subtract, np.greater_equal):
+            with pytest.raises(
+                TypeError, match=r"given a numpy array .* is a tensor: pass Tensor\.from_host\(queue, array"
+            ):
+                operator(array, x)
+        np.testing.assert_array_equal((array.max() * x).to_host(), array)
+        np.testing.assert_array_equal(np.add(x, x).to_host(), np.full((2, 2), 2.0))
+    assert not hasattr(Tensor, "__array_ufunc__")
 
 
 @pytest.mark.parametrize("name", ["add", "matmul_op", "mse_loss", "cat"])

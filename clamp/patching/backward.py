@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
+from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.arguments import reporter
 from clamp.casting.operands import cast_node
 from clamp.casting.regions import called_in, current_region, this_thread
@@ -242,18 +242,21 @@ def node_backward(
 
 
 @replaces("netcl.autograd.engine.Node.__array_ufunc__")
-def numpy_function(self: Node, function: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
-    """numpy's functions of nodes and numbers, ``np.add(node, node)`` or ``np.float32(2) * node``, are nodes' operators.
-    Of an array and a node numpy would make an array of nodes, and of a comparison an array of True.
+@replaces("netcl.core.tensor.Tensor.__array_ufunc__")
+def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
+    """numpy's functions of nodes, or of tensors, and numbers, ``np.add(node, node)`` or ``np.float32(2) * node``, are
+    their operators. Of an array and a node numpy would make an array of nodes, and of a comparison one of True.
 
     Raises:
-        TypeError: an array stands beside the node.
+        TypeError: an array stands beside the node, or the tensor.
     """
     for x in given:
         if isinstance(x, np.ndarray) and x.ndim and x.dtype != object:
+            is_node = isinstance(self, Node)
+            instead = "ag.tensor(Tensor.from_host(queue, array))" if is_node else "Tensor.from_host(queue, array)"
             raise TypeError(
-                f"numpy.{function.__name__} was given a numpy array where the other is a node: pass "
-                "ag.tensor(Tensor.from_host(queue, array))"
+                f"numpy.{function.__name__} was given a numpy array where the other is a "
+                f"{'node' if is_node else 'tensor'}: pass {instead}"
             )
     return getattr(function, method)(*map(_number_or_object, given), **options)
 
