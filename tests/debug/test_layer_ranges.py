@@ -305,7 +305,7 @@ def drawn(found: list[LayerRange], monkeypatch: pytest.MonkeyPatch, scale: float
     """The two halves of the picture: of activations, and of gradients."""
     figure = Figure()
     monkeypatch.setattr("clamp.debug.page.ranges.empty_figure", lambda *_: nullcontext(figure))
-    monkeypatch.setattr(figure, "savefig", lambda *_, **__: None)
+    monkeypatch.setattr("clamp.debug.page.ranges.save", lambda *_: None)
     LayerRanges(found, scale, "float16").draw("of nobody.svg")
     return list(figure.axes)
 
@@ -369,6 +369,27 @@ def test_pictures_are_written(tmp_path: Path, count: int, suffix: str) -> None:
         text = file.read_text("utf-8")
         assert all(f">layers.{n}<" in text for n in range(count))
         assert "#0101" not in text  # colours that stand for those of the page
+
+
+@pytest.mark.parametrize("name", ["ranges.svg", "ranges.png", "ranges"])
+def test_a_picture_that_is_interrupted_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def begin(figure: Figure, file: Any, **_: Any) -> None:
+        with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as opened:
+            opened.write(b"half of it")
+        raise KeyboardInterrupt
+
+    ranges = LayerRanges(rows("one", [1.0], None), 1.0, "float16")
+    ranges.draw(tmp_path / name)
+    (file,) = tmp_path.iterdir()
+    before = file.read_bytes()
+    monkeypatch.setattr(Figure, "savefig", begin)
+    with pytest.raises(KeyboardInterrupt):
+        ranges.draw(tmp_path / name)
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_bytes() == before
+    assert file.name == (name if name != "ranges" else "ranges.png")
 
 
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

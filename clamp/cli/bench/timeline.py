@@ -15,6 +15,7 @@ from rich.table import Table
 
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.training import Variant
+from clamp.debug.page.figures import save
 from clamp.debug.profiler import NANO, Profiler, Wait
 
 _GAPS = 8  # as many are printed
@@ -275,4 +276,4 @@ def plot(timeline: Timeline, title: str, file: Path) -> None:
         heights.append(height)
     depth.step([time * 1e3 for time, _ in changes], heights, where="post")
     depth.set(xlabel="ms since the step's first command was enqueued", ylabel="enqueued", ylim=(0, None))
-    figure.savefig(file, dpi=120)
+    save(figure, file, 120)

@@ -8,11 +8,14 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
 from clamp.debug.page.schema import HeldAt, Memory, Step
 from clamp.debug.words import placed, size
+from clamp.interrupts import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,6 +111,19 @@ def empty_figure(width: int, height: int, colour: Mapping[str, str], missing: st
         matplotlib.rcParams.update(settings)
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # only measured in it; the reader's has them
         yield Figure(figsize=(width / 72, height / 72), layout="constrained")
+
+
+def save(figure: Figure, path: str | PathLike[str], dpi: int) -> None:
+    """Writes a picture as a whole, in the format that the path ends in; in PNG where it ends in none.
+
+    Raises:
+        ValueError: matplotlib has no such format.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    kind = path.suffix[1:].lower() or "png"
+    with replacing(path if path.suffix else path.with_name(f"{path.name}.png"), "wb") as file:
+        figure.savefig(file, format=kind, dpi=dpi)
 
 
 def _inlined(drawn: str, name: str, label: str, marks: Marks) -> str:

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clamp.debug.page.figures import COLOUR, WIDTHS, empty_figure, picture, plain_axes, power, shortened
+from clamp.debug.page.figures import COLOUR, WIDTHS, empty_figure, picture, plain_axes, power, save, shortened
 from clamp.debug.page.schema import END, LOWEST, FirstBad, Range
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | Non
     height, missing = _height(len(rows), False), "draw needs matplotlib: pip install matplotlib"
     with empty_figure(WIDTHS["wide"], height, light, missing) as figure:
         _draw(figure, False, light, rows, suggested)
-        figure.savefig(path, dpi=130)
+        save(figure, path, 130)
 
 
 def _draw(
