@@ -67,6 +67,8 @@ def run(args: Namespace) -> int:
     unknown = [model for model in args.model if model not in NETWORKS and not Path(model).is_file()]
     if unknown:
         raise CommandError(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", 2)
+    if not args.list and not cache.keeps():
+        raise CommandError(f"what is compiled would be {NOT_KEPT}")
     with _folders(anew=args.list) as environment:
         with cache_writer.at_once(), _costs() as probes:
             jobs = jobs_on(device, args.model)
@@ -84,8 +86,6 @@ def run(args: Namespace) -> int:
         _print_list(list(costs.values()))
     taken = perf_counter() - began
     print(f"{len(costs)} programs compiled in {taken:.1f} s" if costs else "nothing to compile: all is there already")
-    if costs and not args.list and not cache.keeps():
-        raise CommandError(NOT_KEPT)
     return int(any(failure for _, failure in outcomes))
 
 

@@ -110,10 +110,11 @@ def test_what_no_later_process_finds_is_said(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLAMP_CACHE_DIR", folder if folder == "off" else str(tmp_path / folder))
-    script = tmp_path / "infer.py"
-    script.write_text(INFERENCE.format(device=device))
+    script, ran = tmp_path / "infer.py", tmp_path / "ran"
+    script.write_text(f"open({str(ran)!r}, 'w')\n{INFERENCE.format(device=device)}")
     assert main(["warm", "--device", device, "--model", str(script)]) == 1
     assert "not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to" in capsys.readouterr().err
+    assert not ran.exists(), "before anything is compiled"
 
 
 @pytest.mark.parametrize(
