@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pyopencl as cl
 
@@ -122,7 +123,8 @@ def require_usable(queue: cl.CommandQueue) -> None:
         RuntimeError: its context is gone: Intel's runtime frees one that only its queue refers to. (From the first
             tensor on netcl's memory pool keeps it.)
         RuntimeError: this process was forked, and the device does nothing in it: see ``require_answer``.
-        ValueError: it may run its commands in another order than they were given.
+        ValueError: it may run its commands in another order than they were given, or its context has another device,
+            unlike its own, that is in use.
     """
     try:
         _ = queue.context
@@ -140,6 +142,28 @@ def require_usable(queue: cl.CommandQueue) -> None:
         )
     if _is_forked:
         require_answer(queue)
+    if queue.context.num_devices > 1:
+        _require_alike(queue)
+
+
+#: contexts of several devices, kept as netcl's memory pool keeps them, and what kind the first device in use of each is
+_in_context: dict[int, tuple[cl.Context, Any]] = {}
+
+
+def _require_alike(queue: cl.CommandQueue) -> None:
+    """Raises ValueError for a device of another kind than the first in use of its context: programs and plans are kept
+    by contexts, and would be those of the other."""
+    here = _kind_of(queue.device)
+    _, first = _in_context.setdefault(queue.context.int_ptr, (queue.context, here))
+    if here != first:
+        raise ValueError(
+            f"this queue's context has unlike devices, and another one than {queue.device.name} is in use in it "
+            "already: make a context for each device, context = cl.Context([device])"
+        )
+
+
+def _kind_of(device: cl.Device) -> tuple[Any, ...]:
+    return device.name, device.type, device.max_work_group_size, device.local_mem_size
 
 
 _is_forked = False

@@ -198,6 +198,28 @@ def test_a_queue_that_runs_out_of_order_is_refused(queue: cl.CommandQueue, has_h
             assert ag.mul(Tensor.from_host(queue, np.ones(1, np.float32)), 2.0).to_host() == 2
 
 
+def test_unlike_devices_of_one_context_are_refused(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        parts = queue.device.create_sub_devices([cl.device_partition_property.EQUALLY, 1])
+        context = cl.Context(parts)
+    except cl.Error:
+        pytest.skip("the driver divides no device")
+    if len(context.devices) < 2:
+        pytest.skip("the driver makes no context of two parts of a device")
+    first, second, *_ = (cl.CommandQueue(context, part) for part in parts)
+    x = np.ones(3, np.float32)
+    before = Tensor.from_host(second, x)  # netcl's own, without AMP
+    with amp.init():
+        for each in (first, second, first):
+            assert (ag.mul(Tensor.from_host(each, x), 2.0).to_host() == 2).all()
+        known = device._kind_of(first.device)
+        monkeypatch.setattr(device, "_kind_of", lambda one: known if one == first.device else ("a GPU", *known[1:]))
+        for meet in FIRST_MEETINGS.values():
+            assert (ag.mul(Tensor.from_host(first, x), 2.0).to_host() == 2).all()
+            with pytest.raises(ValueError, match=r"unlike devices.*make a context for each device"):
+                meet(second, before)
+
+
 def test_a_queue_that_lost_its_context_says_so_or_works(queue: cl.CommandQueue) -> None:
     """In a process of its own: what a driver does with a context that it has freed is its own affair."""
     script = """if True:
