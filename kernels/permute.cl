@@ -122,7 +122,9 @@ __kernel void transpose(__global const WORD *restrict x, __global WORD *restrict
 
 #ifdef TRANSPOSE_LOCAL
 #define TILE 32
-#define LINES 8 // lines of a tile that the work-group moves at a time
+#ifndef LINES
+#define LINES 8 // lines of a tile that the work-group moves at a time: a power of two
+#endif
 
 __kernel __attribute__((reqd_work_group_size(TILE, LINES, 1))) void
 transpose_local(__global const WORD *restrict x, __global WORD *restrict y, const ulong a_extent,

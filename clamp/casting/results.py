@@ -14,6 +14,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, holding, of_threads, undoing
+from clamp.opencl.device import capabilities
 from clamp.ops.elementwise import elementwise
 from clamp.params.gradient_marks import note_result
 
@@ -73,10 +74,14 @@ def _backward(run: Callable[..., None], loss: Node, grad: Tensor | None) -> None
 
 
 def _add(add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-    # netcl has no sum in place of 16-bit gradients that builds everywhere.
-    if first.dtype in bridge.HALF_DTYPES or second.dtype in bridge.HALF_DTYPES:
+    # netcl has no sum in place of 16-bit gradients that builds everywhere, and launches its own in groups of 256.
+    is_half = first.dtype in bridge.HALF_DTYPES or second.dtype in bridge.HALF_DTYPES
+    if is_half or (bridge.is_floating(first) and capabilities(first.queue).max_work_group < _NETCLS_GROUP):
         return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
     return add(first, second)
+
+
+_NETCLS_GROUP = 256  # work-items
 
 
 def _nothing(*_: object) -> None:

@@ -20,7 +20,7 @@ TRANSPOSE_LOCAL = Kernel("permute.cl", "transpose_local", "-")
 _WORD = {2: "ushort", 4: "uint"}
 _MAX_BATCH = 5  # batch axes that the kernels take
 _SPAN_CPU = 16384  # words a work-item moves, where there are enough of them
-_TILE, _LINES = 32, 8  # transpose_local's tile and work-group
+_TILE, _LINES = 32, 8  # transpose_local's tile and work-group, whose lines are fewer on a device of small groups
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,10 @@ def _transpose(x: Tensor, y: Tensor, axes: tuple[Axis, ...]) -> None:
             batches, *batch, **_macros(x, rank),
         )  # fmt: skip
         return
-    across, down = -(-a.extent // _TILE), -(-b.extent // _TILE)
+    across, down, lines = -(-a.extent // _TILE), -(-b.extent // _TILE), _LINES
+    while _TILE * lines > capabilities(x.queue).max_work_group:
+        lines //= 2
     TRANSPOSE_LOCAL(
-        x.queue, (across * down * batches * _TILE, _LINES), (_TILE, _LINES), x, y, a.extent, b.extent, *steps, across,
-        down, batches, *batch, **_macros(x, rank),
+        x.queue, (across * down * batches * _TILE, lines), (_TILE, lines), x, y, a.extent, b.extent, *steps, across,
+        down, batches, *batch, LINES=lines, **_macros(x, rank),
     )  # fmt: skip

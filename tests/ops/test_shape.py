@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from math import prod
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pytest
 
 from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
 from clamp.ops import shape as ops
 from clamp.ops.shape import Axis, copy, merged_axes, permute
 from tests.ops.plans import plans_of
@@ -58,6 +62,26 @@ def test_permute_is_numpys_transpose(
     assert result.dtype == dtype
     assert result.shape == host.transpose(dims).shape
     np.testing.assert_array_equal(result.to_host(), host.transpose(dims))
+
+
+@pytest.mark.parametrize("limit", [64, 128, 1024])
+def test_a_transposition_keeps_to_the_devices_work_groups(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    device, kernel, groups = capabilities(queue), ops.TRANSPOSE_LOCAL, []
+    small = dataclasses.replace(device, is_cpu=False, max_work_group=limit)
+    monkeypatch.setattr(ops, "capabilities", lambda queue: small)
+
+    def launched(
+        queue: cl.CommandQueue, size: tuple[int, ...], group: tuple[int, ...], *args: Any, **macros: Any
+    ) -> None:
+        groups.append(prod(group))
+        kernel(queue, size, group, *args, **macros)
+
+    monkeypatch.setattr(ops, "TRANSPOSE_LOCAL", launched)
+    x, host = words(queue, (37, 53), "float32")
+    np.testing.assert_array_equal(permute(x, (1, 0)).to_host(), host.T)
+    assert groups == [min(limit, 256)]
 
 
 def test_every_order_of_four_axes(queue: cl.CommandQueue) -> None:
