@@ -21,8 +21,10 @@ from netcl.optim import SGD
 import clamp
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
+from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.compat.scalers import GradScaler as OneFlowScaler
+from clamp.patching.wrap import netcl_wrapper
 from tests.networks import mlp
 from tests.reference import to_device
 
@@ -301,6 +303,43 @@ def test_an_array_left_of_a_bare_tensor_is_refused(queue: cl.CommandQueue) -> No
         np.testing.assert_array_equal((array.max() * x).to_host(), array)
         np.testing.assert_array_equal(np.add(x, x).to_host(), np.full((2, 2), 2.0))
     assert not hasattr(Tensor, "__array_ufunc__")
+
+
+@pytest.mark.parametrize("name", ["index_select", "gather", "index_add"])
+@pytest.mark.parametrize("junk", ["x", b"x", None, ["x"], [[1, 2], [3]], {}], ids=repr)
+def test_indices_that_are_no_numbers_are_named(queue: cl.CommandQueue, name: str, junk: Any) -> None:
+    with amp.init():
+        x = ag.tensor(to_device(queue, np.ones((2, 2))))
+        with pytest.raises(TypeError, match=rf"^{name} was given {re.escape(repr(junk))} where it takes whole numbers"):
+            getattr(ag, name)(x, 0, junk, *([x] if name == "index_add" else []))
+
+
+def test_an_error_from_elsewhere_comes_with_the_call(queue: cl.CommandQueue) -> None:
+    with amp.init():
+        x = ag.tensor(to_device(queue, np.ones((2, 2))))
+        integers = ag.tensor(Tensor.from_shape(queue, (3,), dtype="int32"))
+        with pytest.raises(ValueError, match="unsupported dtype int32") as of_a_tensor:
+            ag.relu(integers)
+        with pytest.raises(ValueError, match="expected 4, got 2") as of_a_number:
+            ag.conv_transpose2d(x, np.float32(3))
+    assert of_a_tensor.value.__notes__ == ["This came of the call relu(node of int32 (3,))"]
+    assert of_a_number.value.__notes__[0].startswith("This came of the call conv_transpose2d(node of float32 (2, 2), ")
+
+
+def test_a_work_group_that_the_device_has_no_room_for_is_explained(queue: cl.CommandQueue) -> None:
+    class TooLargeError(cl.LogicError):  # type: ignore[misc]
+        code = cl.status_code.INVALID_WORK_GROUP_SIZE
+
+    def launch(x: Any) -> None:
+        raise TooLargeError("clEnqueueNDRangeKernel failed: INVALID_WORK_GROUP_SIZE")
+
+    x = to_device(queue, np.ones((2, 2)))
+    entry = Entry("netcl.ops.sort", CastPolicy.FLOAT, "netcl's own.")
+    with amp.init(), pytest.raises(TooLargeError) as raised:
+        netcl_wrapper(entry)(launch, None, (x,), {})
+    called, limit = raised.value.__notes__
+    assert called == "This came of the call sort(tensor of float32 (2, 2))"
+    assert f"({queue.device.max_work_group_size} at most" in limit
 
 
 @pytest.mark.parametrize("name", ["add", "matmul_op", "mse_loss", "cat"])

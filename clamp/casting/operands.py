@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
@@ -112,7 +112,14 @@ _NOT_READ: Any = None
 
 
 class Casting(ABC):
-    """A policy at work in one call of one function; here operands as they are."""
+    """A policy at work in calls of one function; here operands as they are."""
+
+    function = "op"  # for errors
+
+    def of(self, function: str) -> Self:
+        """This one, which knows the name of its function."""
+        self.function = function
+        return self
 
     def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
         """The arguments as operands, one by one, all on one queue.
@@ -123,7 +130,7 @@ class Casting(ABC):
         """
         operands = tuple(map(self._operand, xs))
         if len(operands) > 1:
-            bridge.require_same_queue("op", *[operand.parent.value for operand in operands])
+            bridge.require_same_queue(self.function, *[operand.parent.value for operand in operands])
         return operands
 
     def _operand(self, x: TensorLike) -> Operand:

@@ -60,15 +60,18 @@ def host_integers(name: str, numbers: Any) -> Any:
     """Numbers of the host as a flat int64 array; ``name``: what the user called.
 
     Raises:
+        TypeError: they are no numbers.
         ValueError: one is no whole number.
-        NotOwned: they are no numbers.
+        NotOwned: they are a tracer's.
     """
     try:
         given = np.asarray(numbers)
         with np.errstate(invalid="ignore"):
             whole = given.astype(np.int64)
-    except (TypeError, ValueError):
-        raise NotOwned from None  # a tracer's value, or no numbers: netcl's own function judges
+    except (TypeError, ValueError) as error:
+        if numbers is None or isinstance(numbers, str | bytes | list | tuple | dict | np.ndarray):
+            raise TypeError(f"{name} was given {numbers!r:.80} where it takes whole numbers") from error
+        raise NotOwned from None  # a tracer's value: netcl's own function judges
     if given.dtype.kind in "fu" and (wrong := given[given != whole]).size:
         what = "an index, or the number of a class"
         raise ValueError(f"{name}: {wrong[0]} stands where only whole numbers may, and those of int64: {what}")
@@ -234,7 +237,7 @@ def tensor_index_select_backward(
 def tensor_index_add(casting: Casting, dst: Tensor, axis: int, idx: Any, src: Tensor) -> Tensor:
     """Adds src to dst in place, as ``index_add`` adds to a copy, and returns dst; both are read as they are, whatever
     the policy."""
-    to, source = float_operands(Match(), dst, src)
+    to, source = float_operands(Match().of("index_add"), dst, src)
     target = to.value
     ops.index_add(source.value, to.shape, axis, _indices("index_add", idx, target, axis), target, target)
     return dst

@@ -13,6 +13,7 @@ And calls of modules, where rules say in which dtypes these compute.
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import islice
@@ -20,6 +21,7 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, canonical_dtype, on_device
 from clamp.casting.arguments import CastArguments, holds_half, reporter
@@ -34,8 +36,6 @@ from clamp.opencl.host_steps import recorder
 from clamp.scaling.step_report import warn_user
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-
-_AS_GIVEN = Promote()
 
 
 class Installed:
@@ -57,6 +57,7 @@ def passes_without_casts(entry: Entry) -> bool:
 def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     """Wrapper for a netcl function that clamp has kernels for."""
     always, draws = entry.name in netcl_defects(), entry.name in _DRAWS
+    as_given = Promote().of(entry.function)
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
@@ -68,7 +69,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
             ours = always or (draws and (recorder() is not None or is_checkpointed()))
             if not ours and not holds_half(args, kwargs):
                 return RESULTS.netcls(wrapped(*args, **kwargs), args)
-            casting: Casting = _AS_GIVEN
+            casting: Casting = as_given
         else:
             casting = region.castings.get(entry.name) or _add_casting(region, entry)
         try:
@@ -76,8 +77,8 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
         except NotOwned:
             _refuse_misread(entry, wrapped, args, kwargs)
             return _run_widened(entry, wrapped, args, kwargs)
-        except AttributeError as error:
-            _refuse_no_tensor(entry, args, kwargs, error)
+        except Exception as error:
+            _explain(entry, args, kwargs, error)
             raise
 
     return call
@@ -123,9 +124,13 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
             raise RuntimeError(banned_message(entry))
         if holds_half(args, kwargs):
             return _run_widened(entry, wrapped, args, kwargs)
-        if region is None or not listed or policy is not CastPolicy.FLOAT:
-            return RESULTS.netcls(wrapped(*args, **kwargs), args)
-        return RESULTS.netcls(called_in(region.in_float32, wrapped, *args, **kwargs), args)
+        try:
+            if region is None or not listed or policy is not CastPolicy.FLOAT:
+                return RESULTS.netcls(wrapped(*args, **kwargs), args)
+            return RESULTS.netcls(called_in(region.in_float32, wrapped, *args, **kwargs), args)
+        except Exception as error:
+            _explain(entry, args, kwargs, error)
+            raise
 
     return call
 
@@ -192,7 +197,7 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     policy = region.policy_of(entry)
     if policy is CastPolicy.BANNED and not region.allow_banned:
         raise RuntimeError(banned_message(entry))
-    casting = region.castings[entry.name] = POLICIES[policy].at_work(region, entry.function)
+    casting = region.castings[entry.name] = POLICIES[policy].at_work(region, entry.function).of(entry.function)
     return casting
 
 
@@ -214,17 +219,49 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs):
         try:
             return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
-        except AttributeError as error:
-            _refuse_no_tensor(entry, args, kwargs, error)
+        except Exception as error:
+            _explain(entry, args, kwargs, error)
             raise
 
 
-def _refuse_no_tensor(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: AttributeError) -> None:
-    """Raises TypeError where it is an argument of the call that lacks what tensors have."""
+def _explain(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+    """Notes on an error that does not name the function, one of numpy's or a driver's, by which call it came.
+
+    Raises:
+        TypeError: an argument of the call lacks what tensors have.
+    """
     given = [*args, *kwargs.values()]
     given += [x for xs in given if isinstance(xs, list | tuple) for x in xs]
-    if not any(x is error.obj for x in given):
+    if isinstance(error, AttributeError) and any(x is error.obj for x in given):
+        _refuse_no_tensor(entry, error)
+    if entry.function in str(error):
         return
+    while args and args[-1] is None:  # a default, which AMP passes by position
+        args = args[:-1]
+    call = [*map(_in_words, args), *(f"{name}={_in_words(x)}" for name, x in kwargs.items() if x is not None)]
+    error.add_note(f"This came of the call {entry.function}({', '.join(call)})")
+    device = next((x.value.queue.device for x in given if isinstance(x, Node | Tensor) and on_device(x.value)), None)
+    if device is not None and getattr(error, "code", None) in _GROUP_TOO_LARGE:
+        error.add_note(
+            f"whose kernel takes more work-items to a group than {device.name} has room for "
+            f"({device.max_work_group_size} at most, fewer for some kernels)"
+        )
+
+
+_GROUP_TOO_LARGE = cl.status_code.INVALID_WORK_GROUP_SIZE, cl.status_code.INVALID_WORK_ITEM_SIZE
+
+
+def _in_words(x: Any) -> str:
+    value = x.value if isinstance(x, Node) else x
+    if isinstance(value, Tensor):
+        return f"{type(x).__name__.lower()} of {value.dtype} {tuple(value.shape)}"
+    if isinstance(x, list | tuple) and any(isinstance(one, Node | Tensor) for one in x):
+        return f"[{', '.join(map(_in_words, x))}]"
+    return f"array of {x.dtype} {x.shape}" if isinstance(x, np.ndarray) else reprlib.repr(x)
+
+
+def _refuse_no_tensor(entry: Entry, error: AttributeError) -> None:
+    """Raises TypeError for what lacks something that tensors have."""
     for kind, words, wanted in _MISTAKEN:
         if isinstance(error.obj, kind):
             raise TypeError(f"{entry.function} was given {words} where it takes a {wanted}") from error
