@@ -186,12 +186,18 @@ def pairs(optimizer: Any) -> list[Pair]:
 
 
 def master_params(optimizer: Any) -> list[Tensor]:
-    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones.
+    """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones. These have the
+    gradients of theirs in float32, also after a backward of a loss that was not scaled, which ``optimizer.params`` get
+    in the step; where they are multiplied by a loss scale they come at the end of ``with handle.scale_loss(...)``.
 
     Raises:
         TypeError: the optimizer has no ``params``.
     """
-    return [master for master, _ in pairs(optimizer)]
+    found = pairs(optimizer)
+    for master, model in found:
+        if model is not master and gradient_marks.scale_of(model.grad) is None:
+            gather(master, model)
+    return [master for master, _ in found]
 
 
 def split(optimizer: Any) -> list[Pair]:

@@ -46,6 +46,28 @@ def assert_model_follows(params: list[Tensor], dtype: str) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_masters_are_clipped_by_value_after_a_plain_backward(queue: cl.CommandQueue, dtype: str) -> None:
+    model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
+    with amp.init(dtype=dtype, level="O2"):
+        optimizer = SGD(model.parameters(), lr=1.0)
+        model, optimizer = amp.decorate(model, optimizer, level="O2", dtype=dtype)
+        once: list[np.ndarray] = []
+        for passes in (1, 2):
+            optimizer.zero_grad()
+            for _ in range(passes):  # the second adds to what the masters show by then
+                loss_of(model, data).backward()
+                found = [master.grad.to_host() for master in amp.master_params(optimizer)]
+            once = once or found
+            for master, grad, one in zip(amp.master_params(optimizer), found, once, strict=True):
+                np.testing.assert_allclose(grad, passes * one, rtol=2**-7)
+                master.grad = Tensor.from_host(queue, np.clip(grad, -(2.0**-20), 2.0**-20))
+        start = [master.to_host().copy() for master in amp.master_params(optimizer)]
+        optimizer.step()
+        for master, was, one in zip(amp.master_params(optimizer), start, once, strict=True):
+            np.testing.assert_allclose(was - master.to_host(), np.clip(one, -(2.0**-20), 2.0**-20), atol=2.0**-23)
+
+
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_updates_the_masters_and_the_model(queue: cl.CommandQueue, name: str, built: str) -> None:
