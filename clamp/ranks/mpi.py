@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import refuse
 from clamp.ops.concat import Part, assemble, split
 from clamp.params.weight_cache import weights
@@ -120,9 +121,10 @@ class Ranks:
         if self.rank == 0:
             for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
                 message[begin:end] = bridge.read_bytes(tensor)
-        self._meeting.exchange(Kind.BROADCAST, layout=digest(shapes_of(tensors)))
-        self._parameters.name(roots)
-        self._comm.Bcast(message, root=0)
+        with self._meeting.whole():
+            self._meeting.exchange(Kind.BROADCAST, layout=digest(shapes_of(tensors)))
+            self._parameters.name(roots)
+            self._comm.Bcast(message, root=0)
         if self.rank != 0:
             for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
                 bridge.write_bytes(tensor, message[begin:end])
@@ -191,7 +193,15 @@ class Ranks:
         present: Array = np.array([gradient is not None for gradient in gradients], np.bool_)
         # All that can go wrong on one rank alone comes before the header.
         mine = self._collect(params, gradients)
-        theirs, averages = np.empty_like(mine), np.empty_like(mine)
+        averages = np.empty_like(mine)
+        with self._meeting.whole():
+            present = self._exchange(params, mine, averages, present, scaler)
+        return self._hand_out(params, averages, present)
+
+    def _exchange(
+        self, params: Sequence[Tensor], mine: Array, averages: Array, present: Array, scaler: LossScale
+    ) -> Array:
+        """The messages of a pass, into ``averages``; returns which gradients any rank has."""
         headers = self._meeting.exchange(
             Kind.PASS, present=digest(present.tobytes()), scale=scaler.scale, **self._parameters.header(params)
         )
@@ -207,9 +217,10 @@ class Ranks:
                 "scaled_loss` run scaled_loss.backward(), or tape.backward(scaled_loss). A loss whose tape is gone, "
                 "that was computed under no_grad or only from frozen parameters, reaches none."
             )
+        theirs = np.empty_like(mine)
         self._comm.Alltoall(mine, theirs)
         self._comm.Allgather(_mean(theirs.reshape(self.size, -1), self.reduce_dtype), averages)
-        return self._hand_out(params, averages, present)
+        return present
 
     def _warn_of_idle(self, present: Array) -> None:
         """Says once, on all ranks, that one has no gradient at all. It may be meant: a rank may be out of rows."""

@@ -12,6 +12,7 @@ import atexit
 import sys
 import time
 import types
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,6 +20,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from clamp.interrupts import contextmanager, uninterrupted
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -108,6 +111,25 @@ class Meeting:
     def is_open(self, begun: object) -> bool:
         """Returns whether this pass's header has not been exchanged yet."""
         return any(one is begun for one in self._open)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around a header and the messages that follow it, for which the others wait: Ctrl-C comes after the last one.
+        A second one, which does not wait, ends the job: nothing else would reach them."""
+        is_whole = False
+        try:
+            with uninterrupted():
+                yield
+                is_whole = True
+        except BaseException as error:
+            if not is_whole and not isinstance(error, Exception):
+                self._abort("was interrupted in the middle of a message that the others wait for; the job is ended")
+            raise
+
+    def _abort(self, why: str) -> None:
+        sys.stderr.write(f"clamp: rank {self._comm.rank} {why}\n")
+        sys.stderr.flush()
+        self._comm.Abort(1)
 
     def exchange(self, kind: Kind, patience: float | None = None, text: str = "", **fields: Any) -> Array:
         """Exchanges headers; returns everybody's.
@@ -232,9 +254,7 @@ class Meeting:
         except RankError as error:
             sys.stderr.write(f"clamp: rank {self._comm.rank}: {error}\n")
         if self._unheard is not None and not _done(self._unheard.request, _LAST_PATIENCE):
-            sys.stderr.write(f"clamp: rank {self._comm.rank}: {self._parted}; the job is ended\n")
-            sys.stderr.flush()
-            self._comm.Abort(1)
+            self._abort(f"goes: {self._parted}; the job is ended")
 
 
 def _done(request: Any, seconds: float) -> bool:

@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.opencl.device import list_devices
 from clamp.params import masters
 from clamp.patching.collectives import keep_equal
+from clamp.ranks.mpi import Ranks
+from clamp.scaling.loss_scale import NoLossScale
+from tests.faults.check import as_python_does
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +234,96 @@ def test_replicas_on_two_devices_stay_equal(queue: cl.CommandQueue, dtype: str) 
 
 
 # ---------------------------------------------------------------------------------------------- several processes
+
+
+class _Alone:
+    """A communicator of one rank, which gets a signal while it waits in a message.
+
+    Args:
+        interrupted: the messages in which it does, by number.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self, *interrupted: int) -> None:
+        self.sent: list[str] = []
+        self.aborted = False
+        self._interrupted = interrupted
+
+    def Dup(self) -> _Alone:
+        return self
+
+    def Abort(self, errorcode: int = 0) -> None:
+        self.aborted = True
+
+    def Ibarrier(self) -> _Alone:
+        return self
+
+    def Wait(self) -> None:
+        self._note("header")
+
+    def Test(self) -> bool:
+        return True
+
+    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> _Alone:
+        recvbuf[...] = sendbuf.reshape(recvbuf.shape)
+        return self
+
+    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
+        recvbuf[...] = sendbuf
+        self._note("gradients")
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
+        recvbuf[...] = sendbuf
+        self._note("averages")
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:
+        self._note("parameters")
+
+    def _note(self, message: str) -> None:
+        self.sent.append(message)
+        if len(self.sent) in self._interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def alone(*interrupted: int) -> Iterator[tuple[Ranks, _Alone]]:
+    """Training on one rank; see ``_Alone``."""
+    comm = _Alone(*interrupted)
+    ranks = Ranks(comm)
+    try:
+        with as_python_does(), pytest.raises(KeyboardInterrupt):
+            yield ranks, comm
+    finally:
+        ranks.leave()
+
+
+def average(ranks: Ranks, param: Tensor) -> None:
+    with ranks.one_pass():
+        ranks.average([param], [to_device(param.queue, np.ones(4))], NoLossScale())
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_an_interrupted_rank_sends_what_the_others_wait_for(queue: cl.CommandQueue, interrupted: int) -> None:
+    param = to_device(queue, np.zeros(4))
+    with alone(interrupted) as (ranks, comm):
+        average(ranks, param)
+    assert comm.sent == ["header", "gradients", "averages"]
+    assert not comm.aborted
+
+
+def test_an_interrupted_rank_broadcasts(queue: cl.CommandQueue) -> None:
+    with alone(1) as (ranks, comm):
+        ranks.broadcast(to_device(queue, np.zeros(4)))
+    assert comm.sent == ["header", "parameters"]
+    assert not comm.aborted
+
+
+def test_a_second_interrupt_ends_the_job(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    with alone(1, 2) as (ranks, comm):
+        average(ranks, to_device(queue, np.zeros(4)))
+    assert comm.aborted
+    assert "rank 0 was interrupted in the middle of a message that the others wait for" in capsys.readouterr().err
 
 
 def mpirun() -> str | None:
