@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -596,6 +597,18 @@ def test_a_reader_that_has_left_is_no_error_of_clamps(tmp_path: Path) -> None:
             text=True, check=False,
         )  # fmt: skip
     assert (ended.returncode, "BrokenPipe" in ended.stderr, "0 steps" in ended.stderr) == (1, False, True)
+
+
+def test_what_is_terminated_does_not_end_as_if_it_were_done(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    loop = """
+        import os, signal, time
+        on_device(4, 8)  # from the first tensor on netcl has a handler
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+        """
+    (tmp_path / "killed.py").write_text(script_of(loop), encoding="utf-8")
+    command = [sys.executable, "-m", "clamp", "run", "killed.py"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
