@@ -18,7 +18,7 @@ from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.callsite import here
 from clamp.debug.checker import Checker, DebugMode, Sampling, device_name, line_of
-from clamp.interrupts import undoing
+from clamp.interrupts import undoing, uninterrupted
 from clamp.opencl.host_steps import host_step
 from clamp.ops.statistics import numerics_of
 from clamp.patching.user_functions import decorating
@@ -145,17 +145,19 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
     disable_tensor_checker()
     if checker_config.enable:
         debug.session.ensure_patched()
-        _checker = checker_config.start()
-        RESULTS.attach(_checker)
+        with uninterrupted():
+            _checker = checker_config.start()
+            RESULTS.attach(_checker)
 
 
 def disable_tensor_checker() -> None:
     """Ends the checking. What was computed before and gets its gradients later is not checked then."""
     global _checker
-    if _checker is not None:
-        RESULTS.detach(_checker)
-        _checker.on = False
-        _checker = None
+    with uninterrupted():
+        if _checker is not None:
+            RESULTS.detach(_checker)
+            _checker.on = False
+            _checker = None
 
 
 def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,17 +252,19 @@ def enable_operator_stats_collection() -> None:
     if _stats is not None:
         RESULTS.detach(_stats)
     debug.session.ensure_patched()
-    _stats = OperatorStats()
-    RESULTS.attach(_stats)
+    with uninterrupted():
+        _stats = OperatorStats()
+        RESULTS.attach(_stats)
 
 
 def disable_operator_stats_collection() -> None:
     """Ends the counting, and prints the table; does nothing where nothing is counted."""
     global _stats
-    if _stats is not None:
-        RESULTS.detach(_stats)
-        print(f"{_stats}\n")
-        _stats = None
+    with uninterrupted():
+        if _stats is not None:
+            RESULTS.detach(_stats)
+            print(f"{_stats}\n")
+            _stats = None
 
 
 @decorating

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.results import RESULTS
 from clamp.debugging import DebugMode, Sampling, TensorCheckerConfig
+from tests.faults.check import as_python_does
+from tests.faults.inject import Events
 from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.ops.test_multi_tensor import launches
 from tests.reference import STORAGE_DTYPES, integers, quantize, to_device
@@ -139,6 +142,27 @@ def test_a_backward_that_is_ended_can_be_run_again(queue: cl.CommandQueue) -> No
     debugging.disable_tensor_checker()
     loss.backward()
     np.testing.assert_array_equal(x.value.grad.to_host(), np.float32([np.inf, 0.25]))
+
+
+def test_an_interrupted_end_has_ended_all_or_nothing(queue: cl.CommandQueue, lines: Lines) -> None:
+    def interrupted(events: Events) -> Node:
+        check()
+        root = ag.sqrt(leaf(queue, [0.0, 4.0]))
+        lines()
+        with as_python_does(), suppress(KeyboardInterrupt), events.counted():
+            events.phase = "end"
+            debugging.disable_tensor_checker()
+        events.phase = ""
+        return root
+
+    counted = Events(unit="line")
+    interrupted(counted)
+    for place in range(counted.counts["end"]):
+        root = interrupted(Events(("end", place), "line"))
+        is_on = bool(RESULTS.observers)
+        root.backward()
+        assert bool(lines()) == is_on, place
+        debugging.disable_tensor_checker()
 
 
 def test_the_source_line(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
