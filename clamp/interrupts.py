@@ -2,8 +2,9 @@
 
 Python raises KeyboardInterrupt wherever the main thread is: in the first line of a function, after a call. What belongs
 together, a step and the note that it was made, is done in ``uninterrupted``. What is changed for a while is one value,
-replaced as a whole inside of the ``try`` whose ``finally`` puts it back (``holding``). What may be left of a thread's
-state all the same, ``from_nothing`` forgets, as ``init`` and ``shutdown`` do.
+replaced as a whole inside of the ``try`` whose ``finally`` puts it back (``holding``), which is in a ``contextmanager``
+of this module's. What may be left of a thread's state all the same, ``from_nothing`` forgets, as ``init`` and
+``shutdown`` do.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Generic, ParamSpec, TypeVar
 
 State = TypeVar("State", bound=threading.local)
+P = ParamSpec("P")
+T = TypeVar("T")
 _OURS = str(Path(__file__).parent)
 
 
@@ -84,6 +89,65 @@ class uninterrupted:
             return
         del self._caught[number]
         self._handlers[number](number, frame)
+
+
+class Managed(Generic[T]):
+    """A generator for a ``with``, as contextlib's, which is closed wherever Ctrl-C comes.
+
+    contextlib's ``__exit__`` is Python's, and may be interrupted before its first line. Its frame, which stays as long
+    as the exception, in a notebook until the next one, holds the generator, which has not put anything back then. Here
+    nobody holds the generator but the ``with``: where that is left, the generator is closed.
+    """
+
+    def __init__(self, generator: Iterator[T]) -> None:
+        self._generator = generator
+
+    class _Enter:
+        def __get__(self, managed: Any, kind: type) -> Any:
+            if managed is None:  # an ExitStack asks the class
+                return lambda managed: next(managed._generator)
+            if "_generator" not in vars(managed):
+                raise RuntimeError("this was in a `with` already: make another one for each")
+            return managed._generator.__next__  # in C, where no interrupt comes between its end and the body
+
+    class _Exit:
+        def __get__(self, managed: Any, kind: type) -> Any:
+            if managed is None:
+                return lambda managed, *exception: _leave(lambda: managed._generator, *exception)
+            generator = vars(managed).pop("_generator")
+            leave = partial(_leave, weakref.ref(generator))
+            vars(leave)["generator"] = generator  # held by what only the `with` holds, and not by the frame of _leave
+            return leave
+
+    __enter__, __exit__ = _Enter(), _Exit()
+
+
+def _leave(generator: Callable[[], Any], kind: type[BaseException] | None, error: Any, trace: Any) -> bool:
+    """Ends a generator, as contextlib does. No variable may hold it."""
+    if generator() is None:  # the garbage collector ends a cycle in which it is, and closes it itself
+        return False
+    try:
+        if kind is None:
+            next(generator())
+        else:
+            generator().throw(error)
+    except StopIteration as stop:
+        return kind is not None and stop is not error
+    except BaseException as raised:
+        if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
+            raise
+        raised.__traceback__ = trace
+    return False
+
+
+def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """As contextlib's: ``Managed`` of the function's generators."""
+
+    @wraps(function)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return Managed(function(*args, **kwargs))
+
+    return begin
 
 
 @contextmanager

@@ -4,13 +4,14 @@ that are whole, whatever happens while they are written."""
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import os
 import re
 import stat
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_guard import steps_withheld
 from clamp.scaling.step_report import History, StepReport
 from tests.debug.sample import empty_run
+from tests.faults import inject
 from tests.faults.check import as_python_does
 from tests.faults.inject import Events
 
@@ -138,7 +140,8 @@ pytestmark = pytest.mark.usefixtures("interrupted_anywhere")
 
 @pytest.mark.parametrize("around", ["nothing", "a region", "an op"])
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_the_state_of_a_thread_is_as_it_was(name: str, around: str) -> None:
+def test_the_state_of_a_thread_is_as_it_was(name: str, around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inject, "_FOLDERS", (*inject._FOLDERS, contextlib.__file__))
     run = BOUNDARIES[name]
     run()
     with {"nothing": untold, "a region": lambda: in_region(_REGION), "an op": lambda: casting_in(None)}[around]():
@@ -156,10 +159,48 @@ def test_the_state_of_a_thread_is_as_it_was(name: str, around: str) -> None:
                     events.phase = ""
             except KeyboardInterrupt:
                 events.phase = ""
+                assert _state() == before, events.where  # while the exception, and its frames with it, is held
             assert _state() == before, events.where
             if events.where is None:
                 break
         assert number > 10, "it was interrupted"
+
+
+@interrupts.contextmanager
+def _noting(notes: list[str]) -> Iterator[str]:
+    try:
+        yield "inside"
+    except ValueError as error:
+        notes.append(str(error))
+    finally:
+        notes.append("end")
+
+
+def test_a_context_manager_is_as_contextlibs() -> None:
+    notes: list[str] = []
+    with _noting(notes) as got:
+        notes.append(got)
+    with _noting(notes):
+        int("x")
+    with ExitStack() as stack:
+        notes.append(stack.enter_context(_noting(notes)))
+        stack.enter_context(amp.autocast())
+        raise ValueError("of a stack")
+    with pytest.raises(KeyError) as raised, _noting(notes):
+        raise KeyError(3)
+    assert raised.value.__context__ is None
+    with pytest.raises(StopIteration, match="a loop's"), _noting(notes):
+        raise StopIteration("a loop's")
+    assert [note[:7] for note in notes] == ["inside", "end", "invalid", "end", "inside", "of a st", "end", "end", "end"]
+    used = _noting(notes)
+    with used, pytest.raises(RuntimeError, match="make another one"), used:
+        pass
+
+
+def test_clamp_has_no_context_managers_of_contextlibs() -> None:
+    files = Path(interrupts.__file__).parent.rglob("*.py")
+    others = [file.name for file in files if re.search(r"contextlib(\.| import .*)\bcontextmanager", file.read_text())]
+    assert not others, "from clamp.interrupts import contextmanager"
 
 
 # ---------------------------------------------------------------------------------------------- files

@@ -6,7 +6,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from netcl.autograd import engine
@@ -17,6 +16,7 @@ from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
+from clamp.interrupts import contextmanager
 
 TensorLike: TypeAlias = Node | Tensor
 

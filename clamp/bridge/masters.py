@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pyopencl as cl
 
 from clamp.bridge.tensors import Parameter, Tensor, is_frozen, mark_trained
+from clamp.interrupts import contextmanager
 
 
 def model_parameter(param: Tensor) -> Tensor:

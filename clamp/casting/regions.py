@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from clamp.casting.module_rules import ModuleRule, ModuleRules
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.params.weight_cache import weights
 
 LAST_USE = "last_use"

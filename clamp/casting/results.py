@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.interrupts import Flag, holding, of_threads, undoing
+from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing
 from clamp.opencl.device import capabilities
 from clamp.ops.elementwise import elementwise
 from clamp.params.gradient_marks import note_result

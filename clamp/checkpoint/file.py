@@ -22,7 +22,6 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +31,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.interrupts import replacing
+from clamp.interrupts import contextmanager, replacing
 
 Array: TypeAlias = npt.NDArray[Any]
 Json: TypeAlias = Any

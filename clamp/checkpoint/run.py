@@ -8,7 +8,7 @@ changed, and what is changed is put back if the rest fails (undo.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
                 states = _scales_for(path, amp_state)
                 restore = session.require_handle()._scaling.restore
                 undo.keep(partial(restore, session.state_dict()))
-                steps.append(partial(reading(path, "loss scales")(restore), states))
+                steps.append(partial(_restore_scales, path, restore, states))
     undo.keep_tensors(tensors)
     for optimizer in stepped:
         undo.keep_optimizer(optimizer)
@@ -130,6 +130,11 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
         for model in loaded:
             bridge.invalidate_derived(model)
     return extra
+
+
+def _restore_scales(path: Any, restore: Callable[[Any], object], states: Any) -> None:
+    with reading(path, "loss scales"):
+        restore(states)
 
 
 def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from io import open_code
@@ -29,6 +29,7 @@ from clamp import amp, bridge, session
 from clamp.bridge import Node, Tape, Tensor
 from clamp.cli import INTERRUPTED, CommandError
 from clamp.handle import AmpHandle
+from clamp.interrupts import contextmanager
 from clamp.patching.redirect import Bindings
 from clamp.report import read_run, write_page
 from clamp.scaling.scaled_loss import is_scaled, require_graph

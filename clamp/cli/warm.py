@@ -14,7 +14,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -29,7 +29,7 @@ from clamp.cli.bench.networks import EXAMPLES as NETWORKS
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.devices import choose_device, describe
 from clamp.cli.run import EnoughError, run_file
-from clamp.interrupts import holding
+from clamp.interrupts import contextmanager, holding
 from clamp.opencl import cache, cache_writer, program
 from clamp.opencl.cache_writer import Place
 from clamp.opencl.program import Built

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from clamp.casting.regions import current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
-from clamp.interrupts import holding
+from clamp.interrupts import contextmanager, holding
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from clamp.bridge import DTypeLike, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.policy_table import AMP_DTYPES, check_dtype
 from clamp.casting.regions import Caching, check_caching, current_region, in_own_region, region_here
+from clamp.interrupts import contextmanager
 from clamp.opencl.device import capabilities
 from clamp.patching.user_functions import require_function
 
@@ -39,15 +39,30 @@ class ThreadRegion:
         self._changes = changes
         self._entered = threading.local()
 
-    def __enter__(self: Self) -> Self:
+    @contextmanager
+    def _opened(self: Self) -> Iterator[Self]:
         session.ensure_patched()
-        region: AbstractContextManager[None] = in_own_region(region_here(**self._changes))
-        region.__enter__()
-        self._entered.regions = [*getattr(self._entered, "regions", ()), region]
-        return self
+        with in_own_region(region_here(**self._changes)):
+            yield self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._entered.regions.pop().__exit__(*exception)
+    # As those of `Managed`: a ``with`` asks for both before it calls the first, and holds the opened region alone then.
+    # Who calls ``__enter__`` without one has this hold it.
+
+    class _Enter:
+        def __get__(self, region: Any, kind: type) -> Any:
+            if region is None:
+                return lambda region: region.__enter__()
+            opened = region._opened()
+            vars(region._entered).setdefault("opened", []).append(opened)
+            return opened.__enter__
+
+    class _Exit:
+        def __get__(self, region: Any, kind: type) -> Any:
+            if region is None:
+                return lambda region, *exception: region.__exit__(*exception)
+            return region._entered.opened.pop().__exit__
+
+    __enter__, __exit__ = _Enter(), _Exit()
 
     def __call__(self, function: F) -> F:
         late = f"outside of the region. Write `with {self._name}:` inside it, around what is to be cast."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.interrupts import undoing
+from clamp.interrupts import contextmanager, undoing
 from clamp.params import masters
 from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weights

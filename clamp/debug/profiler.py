@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pyopencl as cl
 import wrapt
 
-from clamp.interrupts import holding, uninterrupted
+from clamp.interrupts import contextmanager, holding, uninterrupted
 
 NANO = 1e-9  # of a second
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
@@ -23,7 +22,7 @@ from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.page.schema import VERSION, Run, Verdict, checked
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times
-from clamp.interrupts import undoing
+from clamp.interrupts import contextmanager, undoing
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.step_report import StepReport

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +18,7 @@ from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
 from clamp.debug.callsite import Trail, call_of, place_of, trail
 from clamp.debug.step_graph import Frame, StepGraph
+from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
 from clamp.ops.statistics import PendingStatistics, statistics_of

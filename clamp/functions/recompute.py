@@ -14,7 +14,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.arguments import mapped, tensors_in
 from clamp.casting.operands import Operand
 from clamp.casting.regions import same_around
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.opencl.host_steps import Drawn
 from clamp.params import delivery, graphs
 from clamp.params.updates import changed_since, moment

@@ -16,10 +16,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import pyopencl as cl
+
+from clamp.interrupts import contextmanager
 
 #: Numbers of a platform and, there, of a device: what tells another process which one is meant.
 Place: TypeAlias = tuple[int, int]

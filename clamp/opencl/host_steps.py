@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_threads
 
 #: Stands in a recorded list where a kernel stands: called with queue, global size, local size and arguments.
 Launch = Callable[..., Any]

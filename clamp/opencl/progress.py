@@ -6,8 +6,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from time import monotonic
+
+from clamp.interrupts import contextmanager
 
 _PATIENCE = 1.0  # seconds that need no word on a terminal
 _PAUSE = 1.0  # seconds without a build, after which the next one is another matter

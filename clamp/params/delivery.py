@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.interrupts import among, holding, of_threads
+from clamp.interrupts import among, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale

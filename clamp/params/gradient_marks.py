@@ -14,14 +14,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.interrupts import holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.opencl.host_steps import host_step, refuse
 from clamp.ops import transfer
 from clamp.ops.elementwise import elementwise

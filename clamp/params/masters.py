@@ -13,13 +13,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.interrupts import Flag, holding, of_threads
+from clamp.interrupts import Flag, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, _GeneratorContextManager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -22,11 +22,13 @@ from clamp.bridge import STORAGE, Node, Tensor
 from clamp.casting.arguments import CastArguments, reporter
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import called_in, casting_region, in_region
+from clamp.interrupts import Managed
 from clamp.ops.cast import cast
 from clamp.patching.wrap import user_wrapper
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def half_function(function: F) -> F:
@@ -75,20 +77,30 @@ def runs_later(function: Any) -> bool:
     return any(is_late(body) for is_late in kinds for body in bodies)
 
 
-class _Decorating(_GeneratorContextManager[None]):
-    def __call__(self, function: F) -> F:
+class _Decorating(Managed[None]):
+    def __init__(self, begin: Callable[[], Iterator[None]], name: str) -> None:
+        super().__init__(begin())
+        self._begin, self._name = begin, name
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         late = "outside of the `with`. Write the `with` inside it, around what is meant."
-        require_function(function, f"@{self.func.__name__}()", late)
-        return super().__call__(function)
+        require_function(function, f"@{self._name}()", late)
+
+        @wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+            with _Decorating(self._begin, self._name):
+                return function(*args, **kwargs)
+
+        return inside
 
 
 def decorating(function: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
-    """``contextlib.contextmanager`` for what users may write above a function, each call of which is then inside a
+    """``contextmanager`` for what users may write above a function, each call of which is then inside a
     ``with`` of its own; a function whose body runs after its call is refused."""
 
     @wraps(function)
-    def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        return _Decorating(function, args, kwargs)  # type: ignore[arg-type]
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return _Decorating(partial(function, *args, **kwargs), function.__name__)
 
     return begin
 

@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinMethodType, FrameType
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
+from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import HostValue, refuse, value_now
 from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES

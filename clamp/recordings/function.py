@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +17,7 @@ from clamp import bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
-from clamp.interrupts import Flag, among, holding, of_threads
+from clamp.interrupts import Flag, among, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import delivery, gradient_marks, graphs, masters
 from clamp.recordings.arguments import PLAIN, Arguments, Key, leaves_of

@@ -10,10 +10,10 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from clamp.bridge import Tensor, address_of
+from clamp.interrupts import contextmanager
 from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import Replayable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
-from clamp.interrupts import holding, uninterrupted
+from clamp.interrupts import contextmanager, holding, uninterrupted
 from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery, gradient_marks

@@ -8,7 +8,7 @@ right for the gradients of a sum of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, _GeneratorContextManager
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
+from clamp.interrupts import Managed
 from clamp.opencl.host_steps import host_step
 from clamp.params import delivery
 from clamp.scaling.loss_scale import LossScale
@@ -141,7 +142,7 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
     return scaler
 
 
-class ScaledPass(_GeneratorContextManager[Node]):
+class ScaledPass(Managed[Node]):
     """The result of ``scale_loss``, for a ``with``."""
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -152,11 +153,11 @@ class ScaledPass(_GeneratorContextManager[Node]):
 
 
 def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..., ScaledPass]:
-    """``contextlib.contextmanager`` for passes over a scaled loss."""
+    """``contextmanager`` for passes over a scaled loss."""
 
     @wraps(function)
     def begin(*args: Any, **kwargs: Any) -> ScaledPass:
-        return ScaledPass(function, args, kwargs)
+        return ScaledPass(function(*args, **kwargs))
 
     return begin
 

@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.casting.results import RESULTS
-from clamp.interrupts import among, holding, of_threads, uninterrupted
+from clamp.interrupts import among, contextmanager, holding, of_threads, uninterrupted
 from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates

@@ -12,7 +12,7 @@ import pickle
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from multiprocessing import Pipe
@@ -23,6 +23,7 @@ import numpy as np
 
 from clamp.cli.bench.networks import Layer, Network
 from clamp.cli.bench.timing import Contender, Turn, settle, timed
+from clamp.interrupts import contextmanager
 from clamp.opencl import cache_writer
 from clamp.opencl.processor import host_cpu_flags
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import median, quantiles
@@ -22,7 +22,7 @@ import wrapt
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.handle import AmpHandle, NoOpHandle
-from clamp.interrupts import holding
+from clamp.interrupts import contextmanager, holding
 from clamp.ops.cast import cast
 
 Turn = Callable[[int], list[float]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, timed
 from clamp.debug.memory_meter import by_kind, pieces_now
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
+from clamp.interrupts import contextmanager
 from clamp.opencl.device import capabilities
 
 _WARM_UP = 3

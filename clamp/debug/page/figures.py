@@ -7,7 +7,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +14,7 @@ from xml.etree import ElementTree
 
 from clamp.debug.page.schema import HeldAt, Memory, Step
 from clamp.debug.words import placed, size
-from clamp.interrupts import replacing
+from clamp.interrupts import contextmanager, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
