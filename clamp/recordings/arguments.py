@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from clamp import bridge
+from clamp import bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.casting.arguments import with_items
+from clamp.casting.regions import current_region, process_region
 from clamp.opencl.host_steps import HostValue
 from clamp.recordings.replay import shared_memory
 
@@ -21,6 +22,15 @@ _ARRAYS_KNOWN = frozenset({"shape", "dtype", "ndim", "size", "nbytes", "itemsize
 
 KeyPart: TypeAlias = tuple[str, Hashable]  # where in the arguments, and what a recording depends on there
 Key: TypeAlias = tuple[Hashable, tuple[KeyPart, ...]]  # of a call: what is around it, and its arguments
+
+
+def around() -> tuple[Hashable, ...]:
+    """Returns what decides how the ops of a call cast: the region around it, and functions that a user registered."""
+    region = current_region()
+    how: tuple[Hashable, ...] | None = None
+    if region is not None:
+        how = (region.enabled, region.dtype, region.allow_banned, region.policies, region.rule)
+    return how, id(process_region()), tuple([(id(x.owner), x.name, x.policy) for x in session.registrations])
 
 
 class Arguments:

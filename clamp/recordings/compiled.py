@@ -19,9 +19,11 @@ from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weights
 from clamp.patching.patch_registry import meets
+from clamp.recordings.arguments import around
 from clamp.recordings.capture import drop_if_running, recording_of, running_of
 from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
+from clamp.recordings.watched_state import is_same
 
 _MODES = ("training", "_training")
 
@@ -38,20 +40,22 @@ def _dtype_of(compiled: Any) -> str:
 
 @meets("netcl.autograd.forward_compiler.ForwardCompiler.compile")
 def compile_forward(wrapped: Any, instance: Any, /, model: Any, sample_input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Records a forward pass. One recorded for an input of the same shape but another dtype is not handed out again,
-    nor one whose model has changed."""
+    """Records a forward pass. netcl knows passes by the shape of their input alone: one of another model, dtype or
+    region, or made without clamp, is not handed out again, nor one whose model has changed."""
     plans, key = instance._cache, tuple(sample_input.shape)
     dtype = bridge.canonical_dtype(sample_input.dtype)
+    asked = (dtype, around())
     if key in plans:
-        capture = plans[key]._capture
-        is_stale = recording_of(capture) is not None and dependencies_of(capture).change()
-        if is_stale or _dtype_of(plans[key]) != dtype:
+        plan = plans[key]
+        is_it = getattr(plan, "_clamp_asked", None) == asked and is_same(plan._clamp_model, model)
+        if not is_it or dependencies_of(plan._capture).change():
             del plans[key]
+    before = dict(bridge.own_attributes(model))
     compiled = wrapped(model, sample_input, *args, **kwargs)
-    if not hasattr(compiled, "_clamp_plan") and recording_of(compiled._capture) is not None:
+    if not hasattr(compiled, "_clamp_plan"):
         # It is a pass in eval mode, whatever the model is used for besides.
-        dependencies_of(compiled._capture).ignore(*_MODES)
-        compiled._clamp_dtype = dtype
+        dependencies_of(compiled._capture).of_model(model, before, *_MODES)
+        compiled._clamp_dtype, compiled._clamp_model, compiled._clamp_asked = dtype, model, asked
         compiled._clamp_plan = ReplayPlan(compiled._capture, [sample_input])
     return compiled
 
@@ -131,11 +135,7 @@ def compile_graph(wrapped: Any, instance: CompiledGraph, /, inputs: Iterable[Ten
         wrapped(inputs)
         return
     instance._clamp_plan = ReplayPlan(instance.capture, inputs)
-    instance._replay_steps = [_refuse_without_clamp]
-
-
-def _refuse_without_clamp(buffers: Any) -> None:
-    raise RuntimeError("this graph was recorded under AMP, which is shut down: record it again")
+    instance._replay_steps = instance.capture._launches  # which netcl's own `replay` goes through after a shutdown
 
 
 @meets("netcl.autograd.graph.CompiledGraph.replay")

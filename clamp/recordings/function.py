@@ -15,12 +15,11 @@ import numpy as np
 
 from clamp import bridge, session
 from clamp.bridge import Node, Tensor
-from clamp.casting.regions import current_region, process_region
 from clamp.casting.results import RESULTS
 from clamp.interrupts import Flag, among, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import delivery, gradient_marks, graphs, masters
-from clamp.recordings.arguments import PLAIN, Arguments, Key, leaves_of
+from clamp.recordings.arguments import PLAIN, Arguments, Key, around, leaves_of
 from clamp.recordings.attempt import Attempt, answers_refused
 from clamp.recordings.capture import is_free, recording_of
 from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
@@ -160,13 +159,8 @@ class RecordedFunction:
 
     def _key(self, call: Arguments, tokens: Tokens) -> Key:
         """Returns what a recording depends on besides the state of the host and the content of tensors."""
-        region = current_region()
-        how: tuple[Any, ...] | None = None
-        if region is not None:
-            how = (region.enabled, region.dtype, region.allow_banned, region.policies, region.rule)
-        registered = tuple([(id(x.owner), x.name, x.policy) for x in session.registrations])
         host = (bridge.is_grad_enabled(), threading.get_ident(), stages())
-        return (how, id(process_region()), tuple(tokens.values()), registered, RESULTS.key, *host), call.key
+        return (*around(), tuple(tokens.values()), RESULTS.key, *host), call.key
 
     def _roots(self, call: Arguments) -> dict[str, Any]:
         """Returns where what the function may read on the host begins."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
 from clamp import bridge
 from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 from clamp.casting.regions import process_region
+from clamp.patching.wrap import Installed
 from clamp.recordings.watch import Watch
 from clamp.recordings.watched_state import is_same
 
@@ -112,9 +113,15 @@ class Dependencies:
         """This memory is an input's: every replay brings its own, and what lies in it now does not matter."""
         self._residents = [resident for resident in self._residents if resident.address != address]
 
-    def ignore(self, *names: str) -> None:
-        """Lets attributes of modules change that do not matter to this pass."""
-        self._watch = self._modules.watch(*names)
+    def of_model(self, model: Any, before: dict[str, Any], *ignored: str) -> None:
+        """It is a pass of this model: a module, or what else can be called. So it depends on what that reads, too.
+
+        Args:
+            before: the model's attributes when the recording began.
+            ignored: attributes that do not matter to this pass.
+        """
+        self._modules.note(model, before)
+        self._watch = self._modules.watch(*ignored)
 
     def change(self) -> str:
         """Why the recording cannot be replayed any more, in words; empty if it can, after ``follow``."""
@@ -260,7 +267,13 @@ def unwatch_pools() -> None:
 
 
 class Launches(list[CapturedKernelLaunch]):
-    """The launches of the thread that makes it: netcl takes those of all before a recording begins and when it ends."""
+    """The launches of the thread that makes it: netcl takes those of all before a recording begins and when it ends.
+
+    netcl's own replays, which come back at ``shutdown``, go through them one by one.
+
+    Raises:
+        RuntimeError: they are gone through after ``shutdown``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,6 +282,14 @@ class Launches(list[CapturedKernelLaunch]):
     def append(self, launch: CapturedKernelLaunch) -> None:
         if threading.get_ident() == self._thread:
             super().append(launch)
+
+    def __iter__(self) -> Iterator[CapturedKernelLaunch]:
+        if not Installed.now:
+            raise RuntimeError(
+                "this was recorded under AMP, which is shut down: record it again (netcl's compiled forward passes: "
+                "model.invalidate_compiled(), then model.compile_forward(x))"
+            )
+        return super().__iter__()
 
 
 # ---------------------------------------------------------------------------------------------- all that it depends on
@@ -284,11 +305,16 @@ class ModuleNotes:
         """A module class's ``forward`` or ``__call__``, which notes the module."""
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_on() and id(module) not in self._before:
-                self._before[id(module)] = module, dict(vars(module))
+            if is_on():
+                self.note(module, vars(module))
             return original.__get__(module, type(module))(*args, **kwargs)
 
         return call
+
+    def note(self, module: Any, attributes: dict[str, Any]) -> None:
+        """Notes a module, with what its attributes are, if it is none that is noted already."""
+        if id(module) not in self._before:
+            self._before[id(module)] = module, dict(attributes)
 
     def watch(self, *ignored: str) -> Watch:
         """The modules' settings as they are now.

@@ -11,6 +11,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.autograd.forward_compiler import ForwardCompiler
 from netcl.autograd.graph import CompiledGraph
 from netcl.core import transfer
 from netcl.nn.layers import Dropout, LeakyReLU, Sequential
@@ -734,3 +735,78 @@ def test_a_recording_of_one_init_is_none_of_the_next(queue: cl.CommandQueue) -> 
         with pytest.raises(RuntimeError, match="AMP has been shut down since it was made"):
             compiled(x)
         assert model.compile_forward(x)(x).dtype == "bfloat16"
+
+
+def test_a_compiled_forward_pass_is_of_its_model_and_region(queue: cl.CommandQueue) -> None:
+    """netcl's compiler knows its passes by the shape of their input alone."""
+    x = to_device(queue, BATCHES[0])
+    one, other = mlp(queue, 10, 16, 3), mlp(queue, 10, 8, 3)
+    compiler, found = ForwardCompiler(), list[Any]()
+    with ag.no_grad():
+        before = compiler.compile(one, x)
+        with amp.init():
+            first = compiler.compile(one, x)
+            assert first is not before
+            assert first is compiler.compile(one, x)
+            np.testing.assert_array_equal(to_numpy(first(x)), to_numpy(one(x)))
+            np.testing.assert_array_equal(to_numpy(compiler.compile(other, x)(x)), to_numpy(other(x)))
+            assert compiler.compile(one, x)(x).dtype == "float16"
+            for _ in range(2):
+                with amp.autocast(dtype="bfloat16"):
+                    found.append(compiler.compile(one, x))
+            assert found[0] is found[1]
+            assert found[0](x).dtype == "bfloat16"
+            with amp.autocast(enabled=False):
+                np.testing.assert_array_equal(to_numpy(compiler.compile(one, x)(x)), to_numpy(one(x)))
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_a_compiled_function_sees_what_it_reads(queue: cl.CommandQueue, kind: str) -> None:
+    x, model = to_device(queue, BATCHES[0]), mlp(queue, 10, 16, 3)
+
+    class Scaled:
+        def __init__(self) -> None:
+            self.factor, self.calls = 1.0, 0
+
+        def __call__(self, x: Tensor) -> Any:
+            self.calls += 1
+            return ag.mul(model(ag.tensor(x)), self.factor)
+
+    scaled = Scaled()
+
+    def function(x: Tensor) -> Any:
+        return ag.mul(model(ag.tensor(x)), scaled.factor)
+
+    run: Any = scaled if kind == "object" else function
+    with amp.init(), ag.no_grad():
+        compiler = ForwardCompiler()
+        compiled = compiler.compile(run, x)
+        np.testing.assert_array_equal(to_numpy(run(x)), to_numpy(compiled(x)))
+        scaled.factor = 3.0
+        with pytest.raises(RuntimeError, match="factor has changed since it was made"):
+            compiled(x)
+        np.testing.assert_array_equal(to_numpy(compiler.compile(run, x)(x)), to_numpy(run(x)))
+
+
+@pytest.mark.parametrize("kind", ["forward", "capture", "new buffers", "graph"])
+def test_what_was_recorded_under_amp_is_refused_after_it(queue: cl.CommandQueue, kind: str) -> None:
+    """Its memory, and the 16-bit copies of weights in it, are of the recording's day."""
+    x, model = to_device(queue, BATCHES[0]), mlp(queue, 10, 16, 3)
+    capture, graph, compiler = KernelCapture(), CompiledGraph([]), ForwardCompiler()
+    with amp.init(), ag.no_grad():
+        compiled = compiler.compile(model, x)
+        record(graph, model, x)
+        capture.begin()
+        model(x)
+        capture.end()
+    replays: dict[str, Callable[[], Any]] = {
+        "forward": lambda: compiled(x),
+        "capture": capture.replay,
+        "new buffers": lambda: capture.replay_with_new_buffers({}),
+        "graph": lambda: graph.replay([x]),
+    }
+    with pytest.raises(RuntimeError, match="recorded under AMP, which is shut down"):
+        replays[kind]()
+    compiler.invalidate()
+    with ag.no_grad():
+        np.testing.assert_array_equal(to_numpy(compiler.compile(model, x)(x)), to_numpy(model(x)))
