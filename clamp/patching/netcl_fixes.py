@@ -21,11 +21,11 @@ from netcl.ops import elementwise
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, TensorLike
-from clamp.casting.policy_table import CastPolicy, Entry
+from clamp.bridge.netcl_functions import is_netcls
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
 from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
-from clamp.patching.wrap import Installed, netcl_wrapper
+from clamp.patching.wrap import Installed
 
 # --------------------------------------------------------------------------------------------------------------- layers
 
@@ -209,31 +209,39 @@ def min_sync(wrapped: Any, instance: None, /, context: cl.Context, queue: cl.Com
 
 # ---------------------------------------------------------------------------------- netcl's compiler
 
+#: Ops for which its kernels compute something else: no relu; the approximation, whichever is asked for; no sum.
+_MISTRANSLATED = frozenset({"add_relu", "gelu", "weighted_bce", "weighted_smooth_l1"})
 
-_COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
 
+@replaces("netcl.autograd.compiler._PRIMITIVES")
+class Translated(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """netcl's table of the ops that its compiler fuses, less those that it gets wrong: a function with one of these
+    runs as it is."""
 
-@meets("netcl.autograd.compiler.jit_compile")
-def jit_compile(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> Any:
-    """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
-    return wrapt.FunctionWrapper(wrapped(*args, **kwargs), netcl_wrapper(_COMPILED, listed=False))
+    def get(self, name: str, default: Any = None) -> Any:
+        found = self.__wrapped__.get(name, default)
+        return default if name in _MISTRANSLATED and found is not default and is_netcls(found.forward) else found
 
 
 @replaces("netcl.autograd.compiler._COMPILER_CACHE")
-class FloatKernels(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """netcl's cache of compiled kernels, which refuses to be asked about 16-bit inputs.
+class FloatKernels(dict[Any, Any]):
+    """The kernels that netcl compiles under AMP, which refuse to be asked about 16-bit inputs.
 
     A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit
     buffers as float, beyond their ends. But it looks up its kernels here first, by shapes and dtypes.
     """
 
+    def __init__(self, own: dict[Any, Any]) -> None:
+        super().__init__()  # without netcl's own, of all ops
+
     def __contains__(self, key: object) -> bool:
-        if Installed.now and _names_half(key):
+        is_known = super().__contains__(key)
+        if not is_known and Installed.now and _names_half(key):
             raise TypeError(
                 "a function compiled by jit_compile before amp.init() got a 16-bit input, and its kernels read float: "
                 'compile it after amp.init(), or pass amp.cast(x, "float32")'
             )
-        return key in self.__wrapped__
+        return is_known
 
 
 def _names_half(key: object) -> bool:
