@@ -227,7 +227,7 @@ class FusedFunction:
 
     def __init__(self, compile_function: Callable[..., Any], function: Callable[..., Any]) -> None:
         self._compile = compile_function
-        self._kinds: dict[Hashable, _Fused] = {}
+        self._kinds: dict[Hashable, list[_Fused]] = {}  # for each state of the host that there was
         self._kernels = 0
         self._runs_as_is = False
         functools.update_wrapper(self, function)
@@ -242,14 +242,17 @@ class FusedFunction:
         key = None if self._runs_as_is else _key_of(args, kwargs, nodes)
         if key is None:
             return self._as_is(args, kwargs, tape)
-        fused = self._kinds.get(key)
-        if fused is None or not fused.watch.holds():
-            fused = self._fuse(args, kwargs)
-            if fused is None:
+        for fused in self._kinds.get(key, ()):
+            if fused.watch.holds():
+                break
+        else:
+            made = self._fuse(args, kwargs)
+            if made is None:
                 result = self._as_is(args, kwargs, tape)
                 self._runs_as_is = True  # unless it has raised
                 return result
-            self._kinds[key] = fused
+            self._kinds.setdefault(key, []).append(made)
+            fused = made
         return fused.run(*[nodes[index] for index in fused.read], tape=tape)
 
     def _fuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fused | None:

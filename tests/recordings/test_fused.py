@@ -156,7 +156,7 @@ def test_arguments_by_name_and_of_any_kind_count(queue: cl.CommandQueue) -> None
         np.testing.assert_allclose(to_numpy(compiled(a, factor=options).value), A * 5, rtol=1e-6)
 
 
-def test_what_it_reads_outside_is_that_of_the_day(queue: cl.CommandQueue) -> None:
+def test_what_it_reads_outside_is_that_of_the_day(queue: cl.CommandQueue, launched: list[cl.Kernel]) -> None:
     options, weights = Options(), [1.0]
     a = ag.tensor(to_device(queue, A))
     with amp.init(dtype="float32"):
@@ -165,6 +165,7 @@ def test_what_it_reads_outside_is_that_of_the_day(queue: cl.CommandQueue) -> Non
             for weights[0] in (1.0, 2.0):
                 options.factor = factor
                 np.testing.assert_allclose(to_numpy(compiled(a).value), A * factor + weights[0], rtol=1e-6)
+    assert launched[:2] == launched[4:]  # a state that comes back has its kernel
 
 
 def test_what_it_does_itself_is_done_in_each_call(queue: cl.CommandQueue) -> None:

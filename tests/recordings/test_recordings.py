@@ -189,6 +189,23 @@ def test_it_is_told_what_another_launch_is(changes: dict[str, Any], words: str) 
     assert comparison._differs(then, now) == words
 
 
+@pytest.mark.filterwarnings("ignore:.*runs as it is|.*was replayed in up to:UserWarning")
+def test_a_kernel_that_is_built_in_each_call_may_be_compared(queue: cl.CommandQueue) -> None:
+    """On Intel's runtime nobody can ask it for its program, once that is held no more."""
+    source = "__kernel void twice(__global float *x) { x[get_global_id(0)] *= 2.0f; }"
+
+    @amp.record
+    def doubled(x: Tensor) -> Node:
+        out = ag.mul(ag.tensor(x), 1.0)
+        cl.Program(queue.context, source).build().twice(queue, (4,), None, out.value.buffer)
+        return out
+
+    with amp.init(dtype="float32"):
+        for number in range(8):
+            out = doubled(to_device(queue, np.full(4, number)))
+            np.testing.assert_array_equal(out.value.to_host(), np.full(4, 2 * number))
+
+
 @pytest.mark.parametrize(
     ("places", "same"),
     [
