@@ -12,13 +12,15 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Sequential
 from netcl.optim import SGD
+from netcl.runtime.graph_fusion import optimize_model
 from netcl.ssl import methods
 
 from clamp import amp
 from tests.recipes import NO_RECIPE, RECIPES, Recipe, classes, loss_of, make, training_fusion, values
-from tests.reference import to_device
+from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -112,6 +114,41 @@ def test_training_fusion_changes_nothing(queue: cl.CommandQueue) -> None:
     assert fused_loss == pytest.approx(loss, rel=1e-4)
     for gradient, fused in zip(gradients, fused_gradients, strict=True):
         np.testing.assert_allclose(fused, gradient, rtol=1e-3, atol=1e-5 * max(np.abs(gradient).max(), 1))
+
+
+def test_a_model_that_optimize_model_has_fused_is_the_model(queue: cl.CommandQueue) -> None:
+    """netcl's drops dilation, groups, batch norm, and the graph."""
+
+    class BatchNorm2d(BatchNorm2dModule):
+        """Has the name that netcl looks for."""
+
+    norm = BatchNorm2d(queue, 4)
+    model = Sequential(
+        nn.Conv2d(queue, 4, 4, 3, pad=2, dilation=2, groups=2), nn.ReLU(),
+        nn.Conv2d(queue, 4, 4, 3, pad=1), norm, nn.ReLU(),
+    )  # fmt: skip
+    x = to_device(queue, values(2, 4, 8, 8, seed=1))
+
+    def results() -> list[Any]:
+        found = []
+        norm.running_mean.write(np.full(4, 0.5, np.float32))
+        norm.running_var.write(np.full(4, 2.0, np.float32))
+        for mode, given in ((model.eval, x), (model.train, x), (model.train, ag.tensor(x))):
+            mode()
+            found.append(to_numpy(getattr(out := model(given), "value", out)))
+        ag.sum(out).backward()
+        grads = [param.grad.to_host().copy() for param in params]
+        for param in params:
+            param.grad = None
+        return [*found, *grads]
+
+    params = list(model.parameters())
+    with amp.init(dtype="float32"):
+        wanted = results()
+        optimize_model(model)
+        assert len(model.layers) == 2
+        for found, want in zip(results(), wanted, strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_the_banned_loss_says_what_to_use(queue: cl.CommandQueue) -> None:

@@ -79,6 +79,14 @@ def fused_conv_relu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     return layers.ReLU()(conv(x))
 
 
+@meets("netcl.nn.layers._FusedConvReLU.forward", "netcl.nn.layers._FusedConvBNReLU.forward")
+def fused_by_optimize_model(wrapped: Any, instance: Any, /, x: Any) -> Any:
+    """Layers that ``runtime.graph_fusion.optimize_model`` has put in one, which saves no launch: netcl's drops dilation
+    and groups, batch norm, and the graph."""
+    x = instance.conv(x)
+    return layers.ReLU()(instance.bn(x) if isinstance(instance, layers._FusedConvBNReLU) else x)
+
+
 @meets("netcl.nn.containers.GELU.forward")
 def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     """GELU of a bare tensor: netcl's always takes the approximation by tanh."""
