@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from operator import is_
 from typing import Any
 
@@ -21,11 +22,27 @@ from clamp.bridge.tensors import Tensor, is_frozen
 
 
 def is_optimizer(x: Any) -> bool:
-    """Returns whether x steps parameters: it has a list of them, and a ``step()``."""
+    """Returns whether x steps parameters: it has a list of them, and a ``step()`` that needs no argument, as the
+    ``step(x, y)`` of a class for a whole training does."""
     own, kind = own_attributes(x), type(x)  # and no word from a __getattr__ of the user's
-    if isinstance(x, Module) or not callable(own.get("step") or getattr(kind, "step", None)):
+    step, given = (own["step"], ()) if "step" in own else (getattr(kind, "step", None), (x,))
+    if isinstance(x, Module) or not callable(step) or not _runs_with(step, *given):
         return False
-    return isinstance(own["params"] if "params" in own else getattr(kind, "params", None), list | tuple | property)
+    params = own["params"] if "params" in own else getattr(kind, "params", None)
+    return isinstance(params, property) or (
+        isinstance(params, list | tuple) and all(isinstance(param, Tensor) for param in params)
+    )
+
+
+def _runs_with(function: Callable[..., Any], *args: Any) -> bool:
+    """Returns whether a function can be called with these arguments and no more."""
+    try:
+        signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # one of C has none
+        return True
+    return True
 
 
 def is_netcl_optimizer(optimizer: Any) -> bool:

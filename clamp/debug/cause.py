@@ -368,7 +368,7 @@ def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value |
 def _optimizer_of(weight: Value, optimizers: Sequence[object]) -> object | None:
     """The optimizer that steps a weight; the only one that is known."""
     for optimizer in optimizers:
-        if any(weight.tensor is one for pair in masters.pairs(optimizer) for one in pair):
+        if any(weight.tensor is one for one in masters.stepped(optimizer)):
             return optimizer
     return optimizers[0] if len(optimizers) == 1 else None
 

@@ -107,7 +107,7 @@ def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     """All that backward may give a gradient to, and the masters of optimizers that are known."""
     optimizers = [guard.optimizer for guard in guards if guard.optimizer is not None]
     optimizers += bridge.optimizers_among(reached)
-    found = [tensor for optimizer in optimizers for pair in masters.pairs(optimizer) for tensor in pair]
+    found = [tensor for optimizer in optimizers for tensor in masters.stepped(optimizer)]
     found += [x for x in reached if issubclass(type(x), Tensor) and bridge.is_weight(x)]
     return list({id(x): x for x in found}.values())
 

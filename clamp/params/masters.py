@@ -185,6 +185,16 @@ def pairs(optimizer: Any) -> list[Pair]:
     return found
 
 
+def stepped(optimizer: Any) -> list[Tensor]:
+    """The tensors of `pairs`, of what nobody has handed to clamp: what is not netcl's is left as it is, since it may be
+    no optimizer, for all that it has ``params`` and a ``step()``."""
+    if bridge.is_netcl_optimizer(optimizer):
+        return [tensor for pair in pairs(optimizer) for tensor in pair]
+    params = [param for param in optimizer.params if isinstance(param, Tensor)]
+    models = [bridge.model_parameter(param) for param in params]
+    return [*params, *models, *(master for model in models if (master := bridge.master_of(model)) is not None)]
+
+
 def master_params(optimizer: Any) -> list[Tensor]:
     """The fp32 tensors that ``optimizer.step()`` updates: the parameters, or the masters of 16-bit ones. These have the
     gradients of theirs in float32, also after a backward of a loss that was not scaled, which ``optimizer.params`` get

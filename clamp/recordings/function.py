@@ -208,7 +208,7 @@ class RecordedFunction:
         """The tensors outside of the arguments, and trained ones among these, whose gradients the function may meet or
         leave."""
         reached = {id(ref()) for ref in self._reached}
-        stepped = [x for optimizer in watch.optimizers for pair in masters.pairs(optimizer) for x in pair]
+        stepped = [x for optimizer in watch.optimizers for x in masters.stepped(optimizer)]
         found = [*call.tensors, *watch.tensors, *stepped, *(x for ref in self._reached if (x := ref()) is not None)]
         given = {id(x) for x in call.tensors}
         wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))

@@ -22,6 +22,7 @@ from netcl.optim import SGD
 from clamp import amp, bridge
 from clamp.debug.memory_report import MemoryReport
 from tests.debug.faults import FAULTS, Training
+from tests.networks import mlp
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -202,3 +203,30 @@ def test_what_nobody_has_met_before_is_put_back(queue: cl.CommandQueue, look: st
         np.testing.assert_array_equal(tensor.to_host(), before[name], err_msg=name)
     assert all(param.grad is kept for param in model.parameters())
     assert scaler.scale == 2.0**15
+
+
+@pytest.mark.parametrize("look", ["explain", "ranges"])
+@pytest.mark.parametrize("params", [list, tuple, lambda params: [1.0]], ids=["list", "tuple", "numbers"])
+def test_params_of_what_is_no_optimizer_are_left_alone(
+    queue: cl.CommandQueue, look: str, params: Callable[[Any], Any]
+) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.model = mlp(queue, 8, 8)
+            self.optimizer = SGD(self.model.parameters(), lr=0.1)
+            amp.decorate(self.model, self.optimizer, level="O2")
+            self.params = params(self.model.parameters())
+
+        def step(self) -> None:
+            train(
+                lambda number, x: self.model(x) if number else x,
+                to_device(queue, np.ones((2, 8))),
+                self.optimizer,
+                handle,
+            )
+
+    handle, loop = amp.init(), Loop()
+    held, items = loop.params, [*loop.params]
+    getattr(handle, look)(loop.step)
+    assert loop.params is held
+    assert all(one is other for one, other in zip(held, items, strict=True))

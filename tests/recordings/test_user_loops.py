@@ -499,6 +499,38 @@ def test_a_function_made_by_exec_is_looked_into(queue: cl.CommandQueue) -> None:
     assert call.recordings == 2
 
 
+@pytest.mark.parametrize("params", [list, tuple, lambda params: [1.0]], ids=["list", "tuple", "numbers"])
+def test_a_training_with_params_and_a_step_is_no_optimizer(
+    queue: cl.CommandQueue, params: Callable[[list[Parameter]], Any]
+) -> None:
+    """What it holds stays the parameters, and is not stepped; what it reads, beside them, is seen."""
+    trainings = []
+
+    class Training:
+        def __init__(self, run: Run) -> None:
+            amp.decorate(run.model, run.optimizer, level="O2")
+            self.run, self.factor, self.params = run, 1.0, params(run.params)
+
+        def step(self, x: Tensor, y: Tensor) -> Node:
+            self.run.optimizer.zero_grad()
+            loss = self.run.backward(x, y, lambda *given: ag.mul(loss_of(*given), self.factor))
+            self.run.optimizer.step()
+            return loss
+
+    def make(run: Run) -> Step:
+        training = Training(run)
+        trainings.append((training, training.params, [*training.params]))
+        return lambda x, y: training.step(x, y)
+
+    def between(run: Run, index: int) -> None:
+        trainings[-1][0].factor = 1.0 if index < 5 else 0.5
+
+    compare(queue, make, recordings=2, between=between)
+    for training, held, items in trainings:
+        assert training.params is held
+        assert all(one is other for one, other in zip(held, items, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------- threads
 
 
