@@ -94,6 +94,12 @@ class Task:
         with handle.scale_loss(self.loss(size), self.optimizer) as scaled_loss:
             scaled_loss.backward()
 
+    def step(self, handle: Any, size: float = 1.0) -> None:
+        """One scaled pass, and the step of its gradient, which goes."""
+        self.backward(handle, size)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     @property
     def gradient(self) -> float:
         """The one value that all elements of the gradient have."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,8 +85,7 @@ def dry_run(
         for group in bridge.living(StepGuards):  # another thread's overflow may be lost with its scale's state
             undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
-        for guard in guards:
-            undo.callback(setattr, guard, "pending", guard.pending)
+        undo.callback(_hear_anew, {guard: guard.heard() for guard in guards})
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
         for tensor in _trained(guards, [*reached, *in_modules]):
             undo.callback(_set_gradient, tensor, tensor.grad, last_shared(tensor))
@@ -110,6 +109,12 @@ def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     found = [tensor for optimizer in optimizers for tensor in masters.stepped(optimizer)]
     found += [x for x in reached if issubclass(type(x), Tensor) and bridge.is_weight(x)]
     return list({id(x): x for x in found}.values())
+
+
+def _hear_anew(heard: Mapping[StepGuard, Mapping[str, Any]]) -> None:
+    """The steps to come are told of the passes of before; of none, where an optimizer has met its first pass since."""
+    for guard in bridge.living(StepGuard):
+        guard.hear_anew(heard.get(guard))
 
 
 def _on_device(write: Callable[..., object], *args: Any) -> None:

@@ -49,6 +49,7 @@ class _Withheld(threading.local):
 
 
 _withheld = of_threads(_Withheld())
+_NOTHING_HEARD: Mapping[str, Any] = {"pending": {}, "passes": 0, "passes_before": 0, "repeats": 0}  # by a new guard
 MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
@@ -163,6 +164,14 @@ class StepGuard(bridge.Listed):
         if self.pending:
             settle_late()
             self.pending, self.passes, self.repeats, self.token = {}, 0, 0, object()
+
+    def heard(self) -> dict[str, Any]:
+        """What is known of the passes since the last step, as ``hear_anew`` takes it."""
+        return {name: getattr(self, name) for name in _NOTHING_HEARD}
+
+    def hear_anew(self, heard: Mapping[str, Any] | None) -> None:
+        """Knows of these passes since the last step, and of no others; None: of none, as a new guard."""
+        vars(self).update(_NOTHING_HEARD if heard is None else heard)
 
     def _forget(self) -> None:
         self.pending = {}

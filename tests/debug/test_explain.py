@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import FAULTS, Training, line_of, optimize
 from tests.faults.inject import Calls, Failure
-from tests.networks import batch, mlp, step, weights_of
+from tests.networks import Task, batch, mlp, step, weights_of
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -174,6 +175,21 @@ def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> Non
     assert amp.state_dict() == state
     assert list(handle.history) == history
     assert np.random.get_state()[1].tolist() == drawn  # type: ignore[index]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "between two"])
+def test_a_pass_that_is_looked_at_is_none_of_the_next_step(queue: cl.CommandQueue, steps: int) -> None:
+    """Neither does the scale grow later, nor is a backward that was run again there counted to that step."""
+    runs = []
+    for is_looked_at in (False, True):
+        task, handle = Task(queue), amp.init(loss_scale=amp.ScaleRule(initial=2.0**4, interval=2))
+        for number in range(4):
+            if is_looked_at and number == steps:
+                handle.explain(partial(task.step, handle, 2.0**16))  # whose backward is run again
+            task.step(handle)
+        runs.append((list(handle.history), amp.state_dict()))
+        handle.shutdown()
+    assert runs[1] == runs[0]
 
 
 @pytest.mark.long
