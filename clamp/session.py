@@ -362,8 +362,8 @@ def _plain_step(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dic
         RESULTS.stepped(StepReport(False, "inf or nan in gradients that a scaler has divided", 1.0))
         return None
     done = updates.make(optimizer, found, lambda: wrapped(*args, **kwargs))
-    warn_of_lost_updates(getattr(optimizer, "params", ()))
-    if not is_vouched(optimizer):
+    if not is_vouched(optimizer):  # else an outer guard says it
+        warn_of_lost_updates(getattr(optimizer, "params", ()))
         RESULTS.stepped(StepReport(True, "", 1.0))
     return done
 

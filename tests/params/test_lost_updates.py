@@ -21,7 +21,7 @@ from clamp.params import masters
 from clamp.params.lost_updates import percent
 from clamp.params.parts import KEEPS
 from clamp.report import read_run
-from tests.networks import batch, mlp, step
+from tests.networks import batch, loss_of, mlp, step
 from tests.params.test_parts import OPTIMIZERS
 from tests.params.test_whole_steps import state_of, values_of
 from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy
@@ -164,6 +164,24 @@ def test_a_step_that_loses_nothing_is_not_warned_of(
             master.write(np.ones(param.shape, np.float32))
             param.grad = to_device(queue, np.ones(param.shape))
         assert len(stepped(loop.optimizer.step)) == warnings
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("name", MADE)
+def test_a_scaler_without_a_handle_warns_of_it_once(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    model, scaler, told = mlp(queue, 8, 16, 4), amp.GradScaler(init_scale=2.0**10), []
+    optimizer = MADE[name](model.parameters())
+    amp.decorate(model, optimizer, dtype=dtype, master_weight=False)
+    optimizer.lr = 1e-6
+    for _ in range(4):
+        optimizer.zero_grad()
+        with amp.autocast(dtype=dtype):
+            loss = loss_of(model, batch(queue, 4, 8, 4))
+        scaler.scale(loss).backward()
+        told += stepped(partial(scaler.step, optimizer))
+        scaler.update()
+    (message,) = told
+    assert f"{dtype} loses" in message
 
 
 @pytest.mark.parametrize("recorded", [False, True])
