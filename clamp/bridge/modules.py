@@ -40,11 +40,25 @@ def module_classes() -> Iterator[type]:
 def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of a model, each once, with their names: ``("layers.0.weight", tensor)``.
 
-    Buffers are the public tensors that netcl's ``state_dict`` saves, such as the statistics of a batch norm.
+    Buffers are the public tensors that netcl's ``state_dict`` saves, such as the statistics of a batch norm; the
+    positions that its attention has met, and keeps in a private dict, are none.
     """
+    layers = set[str]()
     for name, x in _below(module, "", set(), (Module, Tensor)):
-        if isinstance(x, Tensor) and (is_weight(x) or not name.rpartition(".")[2].startswith("_")):
+        if isinstance(x, Module):
+            layers.add(name)
+        elif is_weight(x) or not _is_private(name, layers):
             yield name, x
+
+
+def _is_private(name: str, layers: Container[str]) -> bool:
+    """Returns whether a tensor is a private attribute of a layer, or in one; the layer itself may be."""
+    attribute, _, last = name.rpartition(".")
+    if last.startswith("_"):
+        return True
+    while attribute and attribute not in layers:
+        attribute, _, last = attribute.rpartition(".")
+    return last.startswith("_")
 
 
 def own_parameters(module: Any) -> Iterator[Tensor]:

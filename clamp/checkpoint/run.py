@@ -154,7 +154,8 @@ def _model_writes(
     if len(saved) != len(models):
         raise CheckpointError(f"{decoder.path} holds {len(saved)} models, {len(models)} were passed")
     for number, (named, state) in enumerate(zip(models, saved, strict=True)):
-        missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+        missing = sorted(named.keys() - state.keys())
+        unknown = sorted(name for name in state.keys() - named.keys() if _POSITIONS not in name)
         if missing or unknown:
             raise CheckpointError(
                 f"{decoder.path}: model {number} differs from the saved one: "
@@ -180,6 +181,9 @@ def _optimizer_writes(
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
+
+
+_POSITIONS = "._pos_cache."  # of tokens, which attention makes as it needs them: earlier versions saved those, too
 
 
 def _listed(x: Any, what: str) -> list[Any]:

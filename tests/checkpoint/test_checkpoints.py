@@ -13,6 +13,8 @@ import pytest
 from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
+from netcl.nn.modern import DecoderBlock
+from netcl.nn.transformer import PositionalEmbedding
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp import amp
@@ -109,6 +111,31 @@ def test_fused_adamw_goes_on_bit_by_bit(
         amp.load_checkpoint(file, model, optimizer)
         train(handle, model, optimizer, range(4, 6), [])
         assert same_bits(weights_of(model), expected)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "a file of an earlier version"])
+def test_positions_that_attention_has_met_are_no_state(
+    queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    """A model that has met sequences of other lengths, or none, takes the file."""
+
+    def model_after(*lengths: int) -> Sequential:
+        model = Sequential(PositionalEmbedding(16, 8, queue=queue), DecoderBlock(8, 2, queue=queue))
+        for length in lengths:
+            x = ag.tensor(Tensor.from_host(queue, np.ones((1, length, 8), np.float32)))
+            model.layers[1](ag.add(x, model.layers[0](length)))
+        return model
+
+    with amp.init():
+        saved = model_after(4, 6)
+        with monkeypatch.context() as patched:
+            if earlier:
+                patched.setattr("clamp.bridge.modules._is_private", lambda *_: False)
+            amp.save_checkpoint(tmp_path / "run.npz", saved)
+        for lengths in ((), (5,)):
+            model = model_after(*lengths)
+            amp.load_checkpoint(tmp_path / "run.npz", model)
+            assert same_bits(weights_of(model), weights_of(saved))
 
 
 def test_buffers_random_numbers_and_several_models(queue: cl.CommandQueue, tmp_path: Path) -> None:
