@@ -175,11 +175,24 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
     "netcl.optim.ema.ModelEMA.copy_to_model",
     "netcl.optim.ema.ModelEMA.restore",
     "netcl.optim.ema._clone",
+    "netcl.ssl.heads.MomentumEncoder.sync",
+    "netcl.ssl.heads.MomentumEncoder.update",
+    "netcl.evo.genome.inherit_weights",
+    "netcl.evo.population._write_param",
+    "netcl.evo.population.flatten_module",
+    "netcl.evo.population.ParamLayout.from_module",
+    "netcl.evo.population.Population.load_into",
+    "netcl.evo.population.Population.store_from",
 )
 def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    with masters.showing_masters([*given, *getattr(instance, "_params", ())], load=True):
+    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters. (Most
+    would copy four bytes for each element, whatever its dtype.)"""
+    params: list[Tensor] = []
+    for x in (*args, *kwargs.values()):
+        params += [x] if isinstance(x, Tensor) else x.parameters() if hasattr(x, "parameters") else []
+    for name in ("_params", "_online_params", "_target_params"):
+        params += getattr(instance, name, ())
+    with masters.showing_masters(params, load=True):
         return wrapped(*args, **kwargs)
 
 

@@ -11,11 +11,14 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.core import transfer
+from netcl.evo.genome import inherit_weights
+from netcl.evo.population import Population, load_flat_into_module
 from netcl.nn import BatchNorm2d
 from netcl.nn.state import flatten_state_dict
 from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm, clip_grad_norm_device
 from netcl.optim.ema import ModelEMA
+from netcl.ssl.heads import MomentumEncoder
 
 from clamp import amp, session
 from clamp.bridge import Parameter, Tensor
@@ -508,3 +511,48 @@ def test_moving_averages_are_of_the_masters(queue: cl.CommandQueue, dtype: str) 
             np.testing.assert_allclose(masters.master_for(param).to_host(), average, rtol=1e-6, atol=1e-8)
         assert_model_follows(model.parameters(), dtype)
     assert_same(own, master_values(model.parameters()))
+
+
+@pytest.mark.parametrize("narrowed", ["student", "teacher", "both"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_teachers_average_the_masters(queue: cl.CommandQueue, dtype: str, narrowed: str) -> None:
+    student, teacher = mlp(queue, 5, 4, 3), mlp(queue, 5, 4, 3, seed=1)
+    amp.init(dtype=dtype)
+    for model, name in ((student, "student"), (teacher, "teacher")):
+        if narrowed in (name, "both"):
+            masters.narrow(model.parameters(), dtype)
+    follows = MomentumEncoder(student, teacher, momentum=0.5)
+    expected = master_values(student.parameters())
+    assert_same(master_values(teacher.parameters()), expected)
+    for param in student.parameters():
+        param.write(np.zeros(param.shape, np.float32))
+    follows.update()
+    assert_same(master_values(teacher.parameters()), [values / 2 for values in expected])
+    if narrowed != "student":
+        assert_model_follows(teacher.parameters(), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")
+@pytest.mark.parametrize("dtype", HALF)
+def test_evolution_takes_the_masters_for_genes(queue: cl.CommandQueue, dtype: str) -> None:
+    model, child = mlp(queue, 5, 4, 3), mlp(queue, 5, 4, 3, seed=1)
+    amp.init(dtype=dtype)
+    for one in (model, child):
+        masters.narrow(one.parameters(), dtype)
+    population = Population.from_module(model, 3, sigma=0.5)
+    first, _, last = population.to_host()
+    np.testing.assert_array_equal(first, flat(model))
+    population.load_into(model, 2)
+    np.testing.assert_array_equal(flat(model), last)
+    assert_model_follows(model.parameters(), dtype)
+    population.store_from(model, 1)
+    np.testing.assert_array_equal(population.individual(1), last)
+    inherit_weights(child, model)
+    np.testing.assert_array_equal(flat(child), last)
+    load_flat_into_module(child, first)
+    np.testing.assert_array_equal(flat(child), first)
+    assert_model_follows(child.parameters(), dtype)
+
+
+def flat(model: Any) -> np.ndarray:
+    return np.concatenate([values.ravel() for values in master_values(model.parameters())])
