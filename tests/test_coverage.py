@@ -31,7 +31,7 @@ from clamp.casting.policy_table import CastPolicy, PolicyTable, default_table, p
 from clamp.casting.registry import OWNED
 from clamp.patching import patch
 from clamp.patching.patch_registry import netcl_modules
-from tests.reference import to_device, to_numpy
+from tests.reference import quantize, to_device, to_numpy
 
 
 @cache
@@ -114,9 +114,9 @@ def test_nothing_is_listed_twice() -> None:
             assert first is entry.policy, f"{entry.name} is another name of a function listed as {first.value}"
 
 
-def test_a_star_speaks_for_modules_without_tensor_work_only() -> None:
+def test_a_star_leaves_functions_as_they_are_or_widens_their_inputs() -> None:
     for entry in default_table():
-        assert entry.function != "*" or entry.policy is CastPolicy.NONE, entry.name
+        assert entry.function != "*" or entry.policy in (CastPolicy.NONE, CastPolicy.FLOAT), entry.name
 
 
 #: methods of tensors and nodes that compute nothing
@@ -154,7 +154,7 @@ def active() -> Iterator[None]:
 
 def wrapped_functions() -> list[tuple[str, Callable[..., Any]]]:
     """Listed functions that clamp must meet, as netcl defines them."""
-    entries = [entry for entry in default_table() if entry.policy is not CastPolicy.NONE]
+    entries = [x for x in default_table() if x.policy is not CastPolicy.NONE and x.function != "*"]
     return [(entry.name, resolve(entry.name)) for entry in entries]
 
 
@@ -215,6 +215,29 @@ def test_a_function_that_no_list_names_gets_widened_inputs(
         module.new(to_device(queue, np.ones(3)), others=[x])
     assert seen == ["float32"] * 5
     assert module.new is new
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("conv2d_optimized.conv2d_implicit_gemm", [(2, 3, 8, 8), (4, 3, 3, 3)]),
+        ("conv2d_pointwise.conv2d_pointwise", [(2, 3, 8, 8), (4, 3, 1, 1)]),
+        ("conv2d_planner.conv2d_backward_planned", [(2, 3, 8, 8), (4, 3, 3, 3), (2, 4, 6, 6)]),
+        ("conv2d_dilated.conv2d_dilated", [(2, 3, 8, 8), (4, 3, 3, 3)]),
+        ("winograd_fused.conv2d_winograd_fused", [(2, 3, 8, 8), (4, 3, 3, 3)]),
+        ("matmul_optimized.matmul_optimized", [(16, 8), (8, 16)]),
+    ],
+)
+def test_kernels_behind_a_function_get_float32(queue: cl.CommandQueue, dtype: str, name: str, shapes: Any) -> None:
+    module, function = name.split(".")
+    call = vars(modules()[f"netcl.ops.{module}"])[function]
+    values = [quantize(np.random.default_rng(i).standard_normal(shape), dtype) for i, shape in enumerate(shapes)]
+    with amp.init(dtype=dtype):
+        found, expected = (call(*(to_device(queue, x, of) for x in values)) for of in (dtype, "float32"))
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
+        if other is not None:
+            np.testing.assert_array_equal(one.to_host(), other.to_host())
 
 
 def test_a_module_of_netcls_that_is_imported_later_is_met(

@@ -148,11 +148,15 @@ class Patches:
             self._bindings.wrap(module_class, "__call__", in_module)
 
     def _wrap_unlisted(self, modules: Iterable[types.ModuleType]) -> None:
-        """Functions that no list names, those of a newer netcl: 16-bit tensors among their inputs are widened."""
-        none = {id(_stands(entry)) for entry in self._policies if entry.policy is CastPolicy.NONE}
+        """Functions that no list names, those of a newer netcl: 16-bit tensors among their inputs are widened.
+
+        Not so in modules whose every function a list leaves as it is.
+        """
+        entries = [entry for entry in self._policies if entry.policy is CastPolicy.NONE]
+        none, left = {id(_stands(entry)) for entry in entries}, {entry.name for entry in entries}
         for module in modules:
             name = getattr(module, "__name__", "")
-            if not name.startswith("netcl.") or f"{name}.*" in self._policies:
+            if not name.startswith("netcl.") or f"{name}.*" in left:
                 continue
             for function_name, function in list(vars(module).items()):
                 if type(function) is not types.FunctionType or function.__module__ != name:
