@@ -94,3 +94,17 @@ def test_an_overflow_of_float16_is_none(queue: cl.CommandQueue, handle: amp.AmpH
     assert all(np.isfinite(grad).all() for grad in grads)
     optimizer.step()
     assert handle.last_step.stepped
+
+
+def test_what_is_read_are_numbers_not_words(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+    values = np.array([[1.0, -2.5], [0.0, 3.0]], np.float32)
+    for x in (
+        to_device(queue, values, "bfloat16"),
+        amp.cast(to_device(queue, values), "bfloat16"),
+    ):  # two kinds of memory
+        later, event = x.to_host_async()
+        if event is not None:
+            event.wait()
+        for read in (x.to_host(), later):
+            assert read.dtype == np.float32
+            np.testing.assert_array_equal(read, values)

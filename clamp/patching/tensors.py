@@ -114,9 +114,14 @@ def to_host(wrapped: Any, instance: Tensor, /) -> Any:
 
 @meets("netcl.core.tensor.Tensor.to_host_async")
 def to_host_async(wrapped: Any, instance: Tensor, /) -> Any:
-    """A tensor's values on the host, when they have come."""
+    """A tensor's values on the host, when they have come; those of bfloat16 have, as float32, not netcl's words."""
     _meets_host(instance, "read")
-    return wrapped()
+    host, event = wrapped()
+    if instance.dtype != "bfloat16" or host.dtype != np.uint16:
+        return host, event
+    if event is not None:
+        event.wait()
+    return bridge.from_words(host, "bfloat16"), event
 
 
 @meets("netcl.core.transfer.write_tensor")
