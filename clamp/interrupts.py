@@ -225,7 +225,7 @@ def replacing(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]
         try:
             os.replace(beside, place)
         except OSError as error:
-            if error.errno not in (errno.EBUSY, errno.EPERM) or not place.exists():
+            if error.errno not in (errno.EBUSY, errno.EPERM):
                 raise
             shutil.copyfile(beside, place)  # it is mounted, or another user's in a folder of all
             os.unlink(beside)

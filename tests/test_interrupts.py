@@ -7,9 +7,12 @@ import builtins
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
+import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -203,6 +206,86 @@ def test_clamp_has_no_context_managers_of_contextlibs() -> None:
     assert not others, "from clamp.interrupts import contextmanager"
 
 
+# ---------------------------------------------------------------------------------------------- signals
+
+
+@pytest.fixture
+def pythons_handler() -> Iterator[Any]:
+    """Python's own handler of Ctrl-C: netcl's ends the process at the second one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.uninterrupted():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+    assert done == ["the rest"]
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts.uninterrupted():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        done.append("still here")
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one does not wait")
+    assert done[1:] == ["still here"]
+    assert raised.value.__context__ is None, "one of two is raised"
+    assert signal.getsignal(signal.SIGINT) is pythons_handler
+
+
+class _TimeIsUpError(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGUSR1"])
+@pytest.mark.usefixtures("pythons_handler")
+def test_a_signal_whose_handler_raises_waits_as_well(name: str) -> None:
+    def handler(*given: Any) -> None:
+        raise _TimeIsUpError
+
+    number = getattr(signal, name)
+    before, done = signal.signal(number, handler), []
+    try:
+        with pytest.raises(_TimeIsUpError), interrupts.uninterrupted():  # noqa: PT012
+            signal.raise_signal(number)
+            done.append("the rest")
+        assert done == ["the rest"]
+        with pytest.raises(_TimeIsUpError) as raised, interrupts.uninterrupted():  # noqa: PT012
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+        assert isinstance(raised.value.__context__, KeyboardInterrupt), "neither is lost"
+        assert signal.getsignal(number) is handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.usefixtures("pythons_handler")
+def test_all_handlers_are_back_where_one_raises_before_they_wait_or_do_not(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = interrupts._signal.signal, itertools.count()
+    before = own(signal.SIGTERM, lambda *given: None)
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def exchange(number: int, handler: Any) -> Any:
+        found = own(number, handler)
+        if next(calls) == at:
+            raise _TimeIsUpError
+        return found
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(interrupts._signal, "signal", exchange)
+            with pytest.raises(_TimeIsUpError), interrupts.uninterrupted():
+                pass
+        assert next(calls) > at, "it was raised"
+        assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers
+    finally:
+        own(signal.SIGTERM, before)
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 _LONG = "x" * 100
@@ -253,6 +336,44 @@ def test_a_file_whose_place_nothing_else_takes_is_written_itself(
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("name", ["file", "."])
+def test_a_file_that_may_not_be_replaced_is_written_itself(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It or its folder may not be written to: what root is not told."""
+    file, may = tmp_path / "file", os.access
+    file.write_text("before")
+    number = file.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / name and may(path, mode))
+    with interrupts.replacing(file) as opened:
+        opened.write("after")
+    assert (file.read_text(), file.stat().st_ino) == ("after", number)
+
+
+def test_a_file_is_on_the_disk_before_it_takes_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: done.append(f"{os.fstat(number).st_size} bytes"))
+    monkeypatch.setattr(os, "replace", lambda *places: (done.append("its place"), replace(*places)))
+    with interrupts.replacing(tmp_path / "file") as file:
+        file.write("after")
+    assert done == ["5 bytes", "its place"]
+
+
+def test_a_file_that_two_threads_write_is_one_of_both(tmp_path: Path) -> None:
+    def write() -> None:
+        with interrupts.replacing(tmp_path / "file") as file:
+            file.write("another's")
+
+    with interrupts.replacing(tmp_path / "file") as file:
+        file.write("this one's, ")
+        other = threading.Thread(target=write)
+        other.start()
+        other.join()
+        assert (tmp_path / "file").read_text() == "another's"
+        file.write("all of it")
+    assert (tmp_path / "file").read_text() == "this one's, all of it"
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_cannot_be_written_leaves_the_file_that_is_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,10 +410,12 @@ def test_a_file_keeps_its_place_and_who_may_read_it(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     reader, writer = os.pipe()  # as /dev/stdout is one: a link that leads to no name
+    (tmp_path / "output").symlink_to(f"/dev/fd/{writer}")
     try:
-        with interrupts.replacing(f"/dev/fd/{writer}") as file:
-            file.write("through it")
-        assert os.read(reader, 100) == b"through it"
+        for name in (f"/dev/fd/{writer}", tmp_path / "output"):
+            with interrupts.replacing(name) as file:
+                file.write("through it")
+            assert os.read(reader, 100) == b"through it"
     finally:
         os.close(reader)
         os.close(writer)

@@ -6,9 +6,8 @@ import copy
 import gc
 import inspect
 import pickle
-import signal
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from netcl.optim import SGD, Adam, AdamW
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
-from clamp.interrupts import uninterrupted
 from clamp.ops.loss_scale import DeviceState
 from clamp.patching.redirect import Redirected
 from clamp.scaling import step_guard
@@ -368,56 +366,6 @@ def test_a_step_that_raises_can_be_called_again(training: Training, monkeypatch:
     training.optimizer.fails = False
     training.optimizer.step()
     assert handle.last_step.stepped
-
-
-@pytest.fixture
-def pythons_handler() -> Iterator[Any]:
-    """Python's own handler of Ctrl-C: netcl's ends the process at the second one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any) -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        done.append("the rest")
-    assert done == ["the rest"]
-    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
-        signal.raise_signal(signal.SIGINT)
-        done.append("still here")
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("the second one does not wait")
-    assert done[1:] == ["still here"]
-    assert signal.getsignal(signal.SIGINT) is pythons_handler
-
-
-class _TimeIsUpError(Exception):
-    """What the handler of a signal raises."""
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGUSR1"])
-@pytest.mark.usefixtures("pythons_handler")
-def test_a_signal_whose_handler_raises_waits_as_well(name: str) -> None:
-    def handler(*given: Any) -> None:
-        raise _TimeIsUpError
-
-    number = getattr(signal, name)
-    before, done = signal.signal(number, handler), []
-    try:
-        with pytest.raises(_TimeIsUpError), uninterrupted():  # noqa: PT012
-            signal.raise_signal(number)
-            done.append("the rest")
-        assert done == ["the rest"]
-        with pytest.raises(_TimeIsUpError) as raised, uninterrupted():  # noqa: PT012
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(number)
-        assert isinstance(raised.value.__context__, KeyboardInterrupt), "neither is lost"
-        assert signal.getsignal(number) is handler
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(number, before)
 
 
 # ---------------------------------------------------------------------------------------------- ways to a step
