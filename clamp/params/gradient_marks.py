@@ -308,8 +308,7 @@ def restore(held: Iterable[Held], renewed: Mapping[object, object] = MappingProx
     now: dict[int, Mark] = {}  # by ids of marks, which gradients of one pass have in common
     for tensor, grad, mark, shared in held:
         tensor.grad = grad
-        if shared is not None or hasattr(tensor, "_shared"):
-            note_shared(tensor, shared)
+        note_shared(tensor, shared)
         if mark is not None:
             if (known := now.get(id(mark))) is None:
                 known = now[id(mark)] = _renewed(mark, renewed)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -52,13 +52,14 @@ class StepReport:
     stepped: bool
     reason: str
     scale: float
-    scale_before: float = field(default=1.0, kw_only=True)
-    step: int = field(default=0, kw_only=True)
-    infs: int = field(default=0, kw_only=True)
-    nans: int = field(default=0, kw_only=True)
-    parameters: tuple[str, ...] = field(default=(), kw_only=True)
-    absent: tuple[str, ...] = field(default=(), kw_only=True)
-    repeats: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    scale_before: float = 1.0
+    step: int = 0
+    infs: int = 0
+    nans: int = 0
+    parameters: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    repeats: int = 0
 
 
 class History(Sequence[StepReport]):
