@@ -19,7 +19,7 @@ from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
-from clamp.params import gradient_marks
+from clamp.params import gradient_marks, masters
 from clamp.params.writes import writes
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -696,9 +696,13 @@ def test_what_is_divided_to_be_added_elsewhere_is_no_overflow_of_its_scaler(task
     assert (first.get_scale(), second.get_scale()) == (8.0, 16.0)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 def test_nothing_is_copied_when_nobody_holds_the_old_scale(
-    task: Task, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
+    task: Task, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handle = amp.init()
+    if narrow:
+        masters.narrow([task.weight], "float16", [task.optimizer])
     copies: list[AppliedScale] = []
     keep = AppliedScale.keep
     monkeypatch.setattr(AppliedScale, "keep", lambda self, queue: [copies.append(self), keep(self, queue)][1])
