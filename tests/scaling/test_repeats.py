@@ -14,7 +14,7 @@ from netcl.nn.layers import Conv2d, Dropout, ReLU, Sequential
 from netcl.optim import SGD, Adam
 from netcl.optim.clip import clip_grad_norm
 
-from clamp import amp, bridge
+from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
@@ -232,6 +232,11 @@ def writes_it_unseen(task: Task) -> None:
     bridge.write_bytes(task.weight.grad, np.full(task.weight.shape, 3, np.float32).view(np.uint8).reshape(-1))
 
 
+def adds_to_it(task: Task) -> None:
+    """Another pass, from a scale that knows of the overflow."""
+    task.backward(session.active_handle(), 0.25)
+
+
 def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
     """Two steps, and a third pass, which overflows."""
     for _ in range(2):
@@ -243,7 +248,8 @@ def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "moved"), [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0)]
+    ("between", "moved"),
+    [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0), (adds_to_it, 2.0**20 + 0.25)],
 )
 def test_what_is_between_a_pass_and_its_step_counts(
     queue: cl.CommandQueue, between: Callable[[Task], None], moved: float
