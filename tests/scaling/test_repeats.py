@@ -442,3 +442,24 @@ def test_a_healthy_step_reads_and_launches_what_it_did(
             counts[on_overflow] = len(reads), launches
     assert counts["skip"] == counts["repeat"]
     assert counts["repeat"][0] == (2 if recorded else 1)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_pass_does_not_wait_for_the_device(
+    queue: cl.CommandQueue, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one after a pass whose gradients were cleared."""
+    task, reads, read = Task(queue), list[DeviceState](), DeviceState.read
+    with amp.init(loss_scale=amp.ScaleRule(initial=8.0)) as handle:
+        for _ in range(2):
+            task.optimizer.zero_grad()
+            task.backward(handle)
+            task.optimizer.step()
+        if given_up:
+            task.backward(handle)
+        task.optimizer.zero_grad()
+        monkeypatch.setattr(DeviceState, "read", lambda self: [reads.append(self), read(self)][1])
+        task.backward(handle)
+        assert reads == []
+        task.optimizer.step()
+        assert len(reads) == 1
