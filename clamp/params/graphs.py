@@ -227,9 +227,7 @@ _waiting = of_threads(_Waiting())
 
 def _own_references() -> int:
     """How many references Python counts of its own where a loop counts those to what it is at."""
-    count = 0
-    for x in [object()]:
-        count = getrefcount(x)
+    (count,) = [getrefcount(x) for x in [object()]]
     return count - 1  # the list's
 
 
