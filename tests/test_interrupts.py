@@ -36,7 +36,6 @@ from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.ops.cast import LISTENERS
 from clamp.params.delivery import noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
-from clamp.params.writes import unnoted
 from clamp.patching.user_functions import CustomBackward, CustomForward
 from clamp.report import write_run
 from clamp.scaling.loss_scale import NoLossScale
@@ -93,7 +92,6 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "custom_bwd": lambda: CustomBackward(lambda: [])(),
     "unrecorded": _inside(unrecorded),
     "a replay": _inside(lambda: replaying((), ())),
-    "writes that do not count": _inside(unnoted),
     "steps withheld": _inside(steps_withheld),
     "observers told of no op": _inside(untold),
     "an observer": _inside(lambda: RESULTS.attached(_OBSERVER)),

@@ -27,7 +27,6 @@ from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
-from clamp.params.writes import unnoted
 from clamp.patching import collectives
 from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch_registry import meets
@@ -209,9 +208,8 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
 @meets("netcl.distributed.data_parallel.sync_grads")
 def sync_grads(wrapped: Any, instance: None, /, param_replicas: Any) -> None:
     """The mean of gradients over replicas, after which an overflow of one counts for all."""
+    collectives.sync_grads(wrapped, param_replicas)
     scaling = session.active_scaling()
-    with nullcontext() if scaling is None else unnoted():
-        collectives.sync_grads(wrapped, param_replicas)
     if scaling is not None:
         collectives.share_overflows(scaling.guards, param_replicas)
 

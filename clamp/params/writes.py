@@ -6,10 +6,7 @@ Kernels of a user's own, and pyopencl's copies, tell nobody.
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
 from typing import Any
-
-from clamp.interrupts import Flag, holding, of_threads
 
 _MOST = 10_000  # buffers that are remembered
 
@@ -28,8 +25,6 @@ class Writes:
 
     def note(self, buffer: Any) -> None:
         """This buffer is being written to."""
-        if _silent.on:
-            return
         self.now = next(self._clock)
         if len(self._last) >= _MOST:
             self._all = sorted(self._last.values())[_MOST // 2]  # what was checked since is still known
@@ -39,14 +34,6 @@ class Writes:
     def since(self, buffer: Any, time: int) -> bool:
         """Returns whether a buffer that exists since then has been written to after that time."""
         return self.now > time and max(self._last.get(id(buffer), 0), self._all) > time
-
-
-_silent = of_threads(Flag())
-
-
-def unnoted() -> AbstractContextManager[None]:
-    """Inside the ``with``, this thread's writes keep finite numbers finite (clipping does), and do not count."""
-    return holding(_silent, "on", True)
 
 
 #: Those of the process.

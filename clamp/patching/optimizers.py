@@ -20,7 +20,6 @@ from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.opencl.host_steps import host_step, host_value, recorder
 from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, masters, updates
-from clamp.params.writes import unnoted
 from clamp.patching.patch_registry import OPTIMIZER_METHODS, meets, meets_in_optimizers
 from clamp.patching.redirect import Bindings
 from clamp.patching.tensors import in_place
@@ -220,8 +219,7 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
         gradient_marks.give_each_its_own(params)
 
     def clip() -> Any:
-        with unnoted():
-            return in_place(partial(_clip, wrapped) if Installed.now else wrapped, instance, (params, *args), kwargs)
+        return in_place(partial(_clip, wrapped) if Installed.now else wrapped, instance, (params, *args), kwargs)
 
     if recorder() is None or wrapped.__name__ != "clip_grad_norm":
         return clip()
