@@ -95,6 +95,7 @@ class _Known:
     """The device side of a scaler of netcl's.
 
     Attributes:
+        of: the scaler, with which this goes.
         scales: for each queue netcl's scale when it was last seen, and a loss scale.
         stuck: the scale at which inf or nan was met last, and how often in a row.
     """
@@ -111,7 +112,7 @@ def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     """The loss scale of a scaler on a queue, set to the scaler's own."""
     key = id(scaler)
     known = _known.get(key)
-    if known is None or known.of() is not scaler:
+    if known is None:
         known = _known[key] = _Known(weakref.ref(scaler, lambda _: _known.pop(key, None)))
     value = min(max(float(scaler.scale), SMALLEST), LARGEST)
     bridge.set_host_scale(scaler, value)

@@ -169,6 +169,11 @@ def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp
             assert setup.scaler.unscale_grads(setup.params) is True
             setup.scaler.update()
 
+    setup.scaler.backoff_factor = 1.0  # step() is called, and is to leave it
+    for _ in range(30):
+        leave_out(1)
+        setup.scaler.step(setup.optimizer, setup.params)
+    setup.scaler.backoff_factor = 0.5
     leave_out(23)
     setup.scaler.step(setup.optimizer, setup.params)  # unscales them, too
     assert setup.scaler.scale == 2.0**15
@@ -176,10 +181,6 @@ def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp
     with pytest.warns(UserWarning, match=r"25 times in a row.* of 32768: call scaler\.step\(optimizer, params\)"):
         leave_out(1)
     leave_out(1)
-    setup.scaler.backoff_factor = 1.0  # step() is called, and is to leave it
-    for _ in range(30):
-        leave_out(1)
-        setup.scaler.step(setup.optimizer, setup.params)
     setup.scaler._scale = 2.0**-126  # the smallest
     for _ in range(30):
         leave_out(1)

@@ -17,6 +17,7 @@ from netcl.optim import SGD, AdamW, clip_grad_norm, clip_grad_norm_device
 
 from clamp import amp, session
 from clamp.compat import paddle
+from clamp.scaling.step_guard import steps_withheld
 from tests.conformance.runner import counted_host_reads
 from tests.networks import batch, loss_of, mlp, weights_of
 from tests.reference import assert_same
@@ -112,7 +113,8 @@ class Run:
     """Calls, a letter each, with a scaler, one parameter and its optimizer.
 
     ``b`` backward from the scaled loss, after zero_grad; ``a`` another one; ``p`` from the loss itself; ``x`` ``m``
-    ``n`` an inf, -inf or nan comes into the gradient; ``z`` zero_grad; ``u`` unscale; ``s`` step; ``U`` update.
+    ``n`` an inf, -inf or nan comes into the gradient; ``z`` zero_grad, ``w`` where steps are only looked at; ``u``
+    unscale; ``s`` step; ``U`` update.
     """
 
     def __init__(self, queue: cl.CommandQueue, face: str, **settings: Any) -> None:
@@ -137,6 +139,9 @@ class Run:
         elif letter in "xmn":
             plant(self.param, {"x": np.inf, "m": -np.inf, "n": np.nan}[letter])
             self.bad = True
+        elif letter == "w":
+            with steps_withheld():
+                self.optimizer.zero_grad()
         elif letter == "u":
             self.scaler.unscale(self.optimizer)
         elif letter == "U":
@@ -191,6 +196,9 @@ SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
     ),
     "bad batches are left out, and the scale is to stay": (
         "paddle", {"scale": 8.0, "dynamic": False}, "bxu bxu busU", [8.0, 8.0, 8.0]
+    ),
+    "a bad batch is left out by a step that is only looked at": (
+        "pytorch paddle", {}, "bxu w U", [2.0**16, 2.0**16, 2.0**15]
     ),
     "inf after unscaling": ("pytorch paddle netcl", {}, "buxsU", [2.0**15]),
     "-inf after unscaling": ("pytorch paddle netcl", {}, "bumsU", [2.0**15]),
