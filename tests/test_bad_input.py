@@ -140,7 +140,7 @@ def _refusals() -> list[Any]:
         ("contrastive_loss", ((2, 3), (2, 3), [0.5, 1]), ValueError, "^contrastive_loss: 0.5 stands"),
         *(
             (name, arguments, TypeError, f"^{name}: {argument} is {value!r}; it must be a number")
-            for value in (None, "x")
+            for value in (None, "1", b"1")
             for name, argument, *arguments in (
                 ("leaky_relu", "negative_slope", (2, 3), value),
                 ("elu", "alpha", (2, 3), value),
