@@ -173,6 +173,9 @@ def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> No
             capture.replay_with_new_buffers({1: x.buffer})
         with pytest.raises(TypeError, match="ignores `rebind`"):
             capture.replay({0: x.buffer})
+        capture.clear()
+        with pytest.raises(RuntimeError, match="before capture is finalized"):
+            capture.replay()
     with init() as handle:
         runs = [Trainer(queue, handle, name) for name in ("sgd", "adam")]
         graphs = [CompiledGraph(run.params) for run in runs]

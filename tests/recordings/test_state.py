@@ -321,6 +321,14 @@ CASES["of_the_class_behind_a_weak_method"] = of_the_class_behind(
 )
 
 
+@case
+def of_the_function_behind_a_weak_method() -> Case:
+    settings = Settings()
+    method = types.MethodType(lambda _: settings.k, Settings())
+    weak, (_, change) = weakref.WeakMethod(method), attribute(settings)
+    return (lambda: weak()()), lambda value, held=(method.__func__, method.__self__): change(value)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("what", ["attribute", "another tensor"])
 @pytest.mark.parametrize("how", ["record", "graph"])
 def test_attributes_of_parameters_are_seen(queue: cl.CommandQueue, how: str, what: str) -> None:
