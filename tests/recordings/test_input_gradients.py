@@ -126,3 +126,25 @@ def test_the_gradients_of_inputs_are_each_calls_own(queue: cl.CommandQueue, part
 @pytest.mark.once  # it asks what the host does, and would build kernels for most of its time elsewhere
 def test_the_gradients_of_inputs_are_each_calls_own_in_hundreds_of_programs(queue: cl.CommandQueue) -> None:
     assert check(queue, range(40, 240)) >= 100
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_is_no_weight_and_no_argument_has_its_gradient_from_replays(queue: cl.CommandQueue, clears: bool) -> None:
+    def gradients(recorded: bool) -> list[Any]:
+        x, left = to_device(queue, [1.0, 2.0]), []
+
+        def step(y: Tensor) -> Node:
+            if clears:
+                x.grad = None
+            loss = ag.sum(ag.mul(ag.tensor(x, requires_grad=True), ag.tensor(y)))
+            loss.backward()
+            return loss
+
+        function = amp.record(step) if recorded else step
+        for number in range(6):
+            function(to_device(queue, [number, 2.0 * number]))
+            left.append(bits(x.grad))
+        return left
+
+    with amp.init(dtype="float32"):
+        assert gradients(recorded=True) == gradients(recorded=False)
