@@ -16,7 +16,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing
 from clamp.opencl.device import capabilities
 from clamp.ops.elementwise import elementwise
-from clamp.params.gradient_marks import note_result
+from clamp.params.penalties import note_result
 
 
 class Observer:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor, TensorLike
+from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.opencl.host_steps import host_step, refuse
 from clamp.ops import transfer
@@ -355,59 +355,3 @@ def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"
                 )
-
-
-# ---------------------------------------------------------------------------------------------- gradient penalties
-
-# netcl has no second derivatives, so losses made from gradients, which would not train, say so: what is computed from
-# gradients is followed until it meets a loss as a constant.
-
-
-def refuse_penalty(found: bool) -> None:
-    """Raises NotImplementedError if a loss needs second derivatives."""
-    if found:
-        raise NotImplementedError(
-            "netcl has no second derivatives: backward does not record what it computes (create_graph=True), so a "
-            "gradient penalty, or another loss made from gradients, would not train the weights through them. Leave "
-            "the penalty out, or take its gradient by finite differences of two backward passes. What is meant as a "
-            "constant can be copied: Tensor.from_host(queue, gradient.to_host())."
-        )
-
-
-def refuse_penalties_in(computed: Iterable[Node], leaves: Iterable[Node]) -> None:
-    """Raises NotImplementedError if a part of a loss is computed from gradients; ``computed`` and ``leaves`` are the
-    nodes of its graph with parents, and those without."""
-    constants = [leaf for leaf in leaves if not leaf.requires_grad]
-    suspects = {id(x) for x in constants if mark_of(x.value) or hasattr(x.value, "_made_from_gradient")}
-    for node in computed if suspects else ():
-        for parent in node.parents:
-            refuse_penalty(id(parent) in suspects and _is_penalty(parent.value, node.value))
-
-
-def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> TensorLike:
-    """Follows what is computed from gradients, to notice where a penalty enters a loss as a constant. Returns ``made``.
-
-    Raises:
-        NotImplementedError: here it does.
-    """
-    for parent in parents:  # of every op: short
-        value = parent.value
-        if not (hasattr(value, "_loss_scaling") or hasattr(value, "_made_from_gradient")):
-            continue
-        if not bridge.is_leaf(made):
-            refuse_penalty(not isinstance(parent, Node) and _is_penalty(value, made.value))  # backward looks at nodes
-        elif isinstance(made.value, Tensor):
-            made.value._made_from_gradient = True
-    return made
-
-
-def _is_penalty(constant: Any, result: Any) -> bool:
-    """Returns whether a constant is a gradient, or one number computed from gradients that meets another number.
-
-    A step by hand (first-order MAML: ``fast = w - lr * w.grad``) makes weights from gradients, and a weight of one
-    element is one number too; but it meets a batch.
-    """
-    if mark_of(constant) is not None:
-        return True
-    made = getattr(constant, "_made_from_gradient", False)
-    return bool(made and constant.size == 1 and result.size == 1 and not bridge.is_trained(constant))

@@ -22,7 +22,7 @@ from clamp.casting.regions import called_in, current_region, this_thread
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.ops.cast import cast
-from clamp.params import delivery, gradient_marks, graphs
+from clamp.params import delivery, graphs, penalties
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
@@ -123,7 +123,7 @@ def tape_backward(
         RuntimeError: the loss has lost its graph, or a part of it (what a recorded function returned), or the gradients
             would be of several scales. Nothing was changed.
     """
-    gradient_marks.refuse_penalty(create_graph)
+    penalties.refuse_penalty(create_graph)
     _require_node(loss)
     grad = None if grad is None else _seed(loss, grad)
     graphs.forward_is_over(loss, instance, RESULTS.watched)
@@ -150,7 +150,7 @@ def tape_backward(
             require_graph(start)
     graphs.backward_begins(computed, leaves, cut)
     _warn_of_dead_tapes([node for node in cut if node is not loss and graphs.is_lost(node)])
-    gradient_marks.refuse_penalties_in(computed, leaves)
+    penalties.refuse_penalties_in(loss, computed, leaves)
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
@@ -239,7 +239,7 @@ def node_backward(
         TypeError, ValueError: ``grad`` is no tensor, or has another shape.
         RuntimeError: the node has no graph, or its gradients would be of several loss scales.
     """
-    gradient_marks.refuse_penalty(create_graph)
+    penalties.refuse_penalty(create_graph)
     require_graph(self)
     Tape(retain_grads=False).backward(self, grad, retain_graph=retain_graph)
 

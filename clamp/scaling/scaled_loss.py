@@ -19,7 +19,7 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
 from clamp.interrupts import Managed
 from clamp.opencl.host_steps import host_step
-from clamp.params import delivery
+from clamp.params import delivery, penalties
 from clamp.scaling.loss_scale import LossScale
 
 SCALE_OP = "scale_loss"  # name of the node that multiplies a loss by a scale
@@ -43,7 +43,8 @@ def check_loss(loss: Any) -> None:
 
 
 def require_graph(loss: Node) -> None:
-    """Raises RuntimeError where a backward from this node would reach nothing."""
+    """Raises RuntimeError where a backward from this node would reach nothing; of a loss made from gradients
+    NotImplementedError."""
     if not bridge.is_leaf(loss) or (bridge.needs_grad(loss) and not bridge.is_cut(loss)):
         return
     gone = (
@@ -52,6 +53,7 @@ def require_graph(loss: Node) -> None:
     )
     if bridge.needs_grad(loss):
         raise RuntimeError(f"the loss has no graph any more: {gone}")
+    penalties.refuse_penalty(penalties.is_made_from_gradient(loss.value))
     raise RuntimeError(
         "the loss has no graph: it depends on nothing that is trained (frozen parameters, data, tensors with "
         "requires_grad=False, what a recorded function returned)" + (f", or {gone}" if bridge.is_cut(loss) else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -373,7 +373,44 @@ def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: St
     for wrong in (penalized, weighted):
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             setup.scaler.scale(wrong).backward()
+    with amp.autocast(), pytest.raises(NotImplementedError, match="no second derivatives"):
+        setup.scaler.scale(ag.mean(ag.tensor(ag.sum(ag.square(grad))))).backward()  # of nothing else
     with amp.autocast():  # as a constant it may be part of the loss
         constant = ag.sum(ag.square(ag.tensor(Tensor.from_host(queue, grad.to_host()))))
         loss = ag.add(loss_of(setup.model, setup.data), constant)
     setup.scaler.scale(loss).backward()
+
+
+#: losses of a sum over each row, trained, and another, made from gradients; and whether they are one that can train
+WITH_GRADIENTS: dict[str, tuple[Callable[[Node, Tensor], Node], bool]] = {
+    "for each sample": (lambda rows, made: ag.mean(ag.add(rows, ag.tensor(made))), False),
+    "of bare tensors": (lambda rows, made: ag.mean(ag.add(rows, made)), False),
+    "in a list of losses": (lambda rows, made: ag.sum(ag.stack([rows, ag.tensor(made)])), False),
+    "weighted": (lambda rows, made: ag.mul(ag.mean(ag.sub(rows, ag.mul(ag.tensor(made), 0.5))), 0.25), False),
+    "accumulated": (lambda rows, made: ag.div(ag.sum(ag.add(rows, ag.tensor(made))), 4.0), False),
+    "as weights of samples": (lambda rows, made: ag.mean(ag.mul(rows, ag.tensor(made))), True),
+    "as a target": (lambda rows, made: ag.mean(ag.square(ag.sub(rows, ag.tensor(made)))), True),
+    "as a step by hand": (lambda rows, made: ag.mean(ag.square(ag.sub(rows, ag.mul(made, 0.1)))), True),
+}
+
+
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+@pytest.mark.parametrize("how", WITH_GRADIENTS)
+def test_gradients_that_are_only_added_to_a_loss_are_refused(
+    setup: Steps, amp_is_on: None, how: str, scaled: bool
+) -> None:
+    """StyleGAN's penalty is one number a sample, averaged with the rest of the loss."""
+    loss_with, trains = WITH_GRADIENTS[how]
+    setup.backward()
+    grad = setup.params[0].grad
+    setup.optimizer.zero_grad()
+    with amp.autocast():
+        made = ag.sum(ag.square(ag.tensor(grad)), axis=1).value
+        loss = loss_with(ag.sum(ag.square(ag.tensor(setup.params[0])), axis=1), made)
+    loss = setup.scaler.scale(loss) if scaled else loss
+    if trains:
+        loss.backward()
+        return
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        loss.backward()
+    assert setup.params[0].grad is None
