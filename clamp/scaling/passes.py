@@ -255,9 +255,13 @@ class PassScaling:
         alone = [x for x in new if id(x) not in held]
         if alone:
             self._warns_of_unnamed = False
+            names = [  # in no model, and with no place in an optimizer either: an input, as attacks read its gradient
+                f"a tensor of shape {tuple(x.shape)}" if name.startswith("params[") else name
+                for x, name in zip(alone, bridge.parameter_names(alone), strict=True)
+            ]
             warn_user(
                 f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{listed(bridge.parameter_names(alone))}: it does not move. Give it to an optimizer and name that one "
+                f"{listed(names)}: it does not move. Give it to an optimizer and name that one "
                 "as well, or set requires_grad = False on it, unless you want its gradient only: that of a Parameter "
                 "stays multiplied by the loss scale, that of another tensor is divided"
             )
