@@ -26,6 +26,7 @@ from clamp.casting.results import RESULTS
 from clamp.debug.memory_meter import stop_counting
 from clamp.handle import AmpHandle, NoOpHandle
 from clamp.opencl.device import list_devices
+from clamp.ops.arguments import yes_or_no
 from clamp.params import updates
 from clamp.params.gradient_marks import lost_bits, noted_elsewhere
 from clamp.params.masters import gathered
@@ -102,11 +103,16 @@ def init(
         RuntimeError: a handle is active already, with ``enabled=False`` too: call its ``shutdown()`` first.
         ValueError: an unknown dtype, level, loss scale, ``on_overflow``, ``enable_caching`` or function name, or a
             malformed list file; or 16-bit ``modules`` at level O0.
-        TypeError: a custom list is no list of names, ``lists`` no path, ``modules`` no dict, ``debug`` no text.
+        TypeError: a custom list is no list of names, ``lists`` no path, ``modules`` no dict, ``debug`` no text, or a
+            text such as ``"False"``, which Python takes for True, stands where True or False is asked for.
         NoDeviceError: there is no OpenCL device.
     """
-    if not enabled:
+    if not yes_or_no("amp.init", "enabled", enabled):
         return disable("amp.init(enabled=False)")
+    verbose, allow_banned, check_finite = (
+        yes_or_no("amp.init", name, value)
+        for name, value in (("verbose", verbose), ("allow_banned", allow_banned), ("check_finite", check_finite))
+    )
     dtype = check_dtype(dtype)
     custom_white_list = names_in("custom_white_list", custom_white_list)
     custom_black_list = names_in("custom_black_list", custom_black_list)

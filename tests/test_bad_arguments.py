@@ -22,6 +22,7 @@ import clamp
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.casting.policy_table import CastPolicy, Entry
+from clamp.compat.paddle import AmpScaler as PaddleAmpScaler
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.compat.scalers import GradScaler as OneFlowScaler
 from clamp.patching.wrap import netcl_wrapper
@@ -175,6 +176,19 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
     said: dict[str, Callable[[], Any]] = {
         r"autocast takes no device or device type: .*'cuda'": lambda: amp.autocast(device_type="cuda"),
         r"autocast takes no device or device type: .*'cpu'": lambda: amp.autocast("cpu"),
+        r"amp.autocast: enabled is 'False'; pass True or False": lambda: amp.autocast("False"),
+        r"amp.auto_cast: enable is 'False'": lambda: amp.auto_cast("False"),
+        r"amp.init: enabled is 'False'": lambda: amp.init(enabled="False"),
+        r"amp.init: check_finite is 'no'": lambda: amp.init(check_finite="no"),
+        r"amp.init: allow_banned is 'no'": lambda: amp.init(allow_banned="no"),
+        r"amp.init: verbose is 'no'": lambda: amp.init(verbose="no"),
+        r"amp.initialize: enabled is 'False'": lambda: amp.initialize(model, enabled="False"),
+        r"amp.GradScaler: enabled is 'False'": lambda: amp.GradScaler(enabled="False"),
+        r"AmpScaler: enable is 1024.0": lambda: PaddleAmpScaler(1024.0),
+        r"use_dynamic_loss_scaling is 'False'": lambda: PaddleScaler(use_dynamic_loss_scaling="False"),
+        r"loss_scale must be 'auto', .* not None": lambda: amp.init(loss_scale=None),
+        r"loss_scale must be 'auto', .* not 0": lambda: amp.init(loss_scale=0),
+        r"loss_scale must be 'auto', .* not {'initial'": lambda: amp.init(loss_scale={"initial": 1024.0}),
         r"GradScaler takes no device or device type: .*'cuda'": lambda: amp.GradScaler(device="cuda"),
         r"is_autocast_enabled takes no device or device type: .*'cuda'": lambda: amp.is_autocast_enabled("cuda"),
         r"get_autocast_dtype takes no device or device type: .*'cuda'": lambda: amp.get_autocast_dtype("cuda"),

@@ -18,6 +18,7 @@ from clamp.casting.regions import InitCall, Region, given_to
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
+from clamp.ops.arguments import yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -116,7 +117,7 @@ def initialize(
         ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
     """
     result = models if optimizers is None else (models, optimizers)
-    if not enabled:
+    if not yes_or_no("amp.initialize", "enabled", enabled):
         session.disable("amp.initialize(enabled=False)")
         return result
     session.require_none("amp.initialize()")

@@ -15,9 +15,10 @@ from clamp.bridge import DTypeLike, Node, Tensor
 from clamp.casting.module_rules import ModuleRules, module_rules
 from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, names_in
 from clamp.casting.regions import process_region
-from clamp.compat.regions import ThreadRegion, require_switch, warn_if_nothing_is_gained
+from clamp.compat.regions import ThreadRegion, switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
+from clamp.ops.arguments import yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -157,13 +158,13 @@ def auto_cast(
             text; or what the region decorates is no function, or a generator or coroutine, whose body would run after
             it.
     """
-    require_switch(enable, "amp.auto_cast", "enable")
+    enable = switch(enable, "amp.auto_cast", "enable")
     _require_level(level)
     dtype = check_dtype(dtype, "dtype")
     white = frozenset(names_in("custom_white_list", custom_white_list))
     black = frozenset(names_in("custom_black_list", custom_black_list))
     policies = _policies(level, white, black, use_promote, tuple(session.registrations))
-    return ThreadRegion("amp.auto_cast()", enabled=bool(enable) and level != "O0", dtype=dtype, policies=policies)
+    return ThreadRegion("amp.auto_cast()", enabled=enable and level != "O0", dtype=dtype, policies=policies)
 
 
 @lru_cache(maxsize=32)
@@ -237,7 +238,8 @@ class GradScaler(FaceScaler):
         self, enable: bool = True, init_loss_scaling: float = 2.0**16, incr_ratio: float = 2.0, decr_ratio: float = 0.5,
         incr_every_n_steps: int = 2000, decr_every_n_nan_or_inf: int = 1, use_dynamic_loss_scaling: bool = True,
     ) -> None:  # fmt: skip
-        self._dynamic = bool(use_dynamic_loss_scaling)
+        enable = yes_or_no(type(self).__name__, "enable", enable)
+        self._dynamic = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
         settings = {"growth": incr_ratio, "backoff": decr_ratio, "interval": incr_every_n_steps}
         self._set_up(enable, init_loss_scaling, _Scaling, **settings, hysteresis=decr_every_n_nan_or_inf)

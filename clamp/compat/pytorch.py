@@ -15,6 +15,7 @@ from clamp.casting.policy_table import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceScaler, setting
 from clamp.functions.recompute import checkpointed
+from clamp.ops.arguments import yes_or_no
 from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
 from clamp.scaling.manual import ManualScaling
 
@@ -69,7 +70,7 @@ class GradScaler(FaceScaler):
     ) -> None:
         refuse_device("GradScaler", init_scale if isinstance(init_scale, str) else device)
         settings = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
-        self._set_up(enabled, init_scale, ManualScaling, **settings)
+        self._set_up(yes_or_no("amp.GradScaler", "enabled", enabled), init_scale, ManualScaling, **settings)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
 

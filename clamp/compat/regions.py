@@ -15,6 +15,7 @@ from clamp.casting.policy_table import AMP_DTYPES, check_dtype
 from clamp.casting.regions import Caching, check_caching, current_region, in_own_region, region_here
 from clamp.interrupts import contextmanager
 from clamp.opencl.device import capabilities
+from clamp.ops.arguments import yes_or_no
 from clamp.patching.user_functions import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -103,9 +104,9 @@ class autocast(ThreadRegion):
         cache_enabled: Caching | None = None,
         device_type: None = None,
     ) -> None:
-        refuse_device("autocast", enabled if isinstance(enabled, str) else device_type)
-        require_switch(enabled, "amp.autocast", "enabled")
-        changes: dict[str, Any] = {"enabled": bool(enabled)}
+        is_device = isinstance(enabled, str) and enabled.lower() not in ("true", "false")
+        refuse_device("autocast", enabled if is_device else device_type)
+        changes: dict[str, Any] = {"enabled": switch(enabled, "amp.autocast", "enabled")}
         if dtype is not None:
             other = bridge.dtype_name(dtype)
             if other in _OTHER_DTYPES:
@@ -150,16 +151,18 @@ def get_autocast_dtype(device_type: None = None) -> str:
     return region.dtype if region is not None else "float16"
 
 
-def require_switch(value: Any, region: str, name: str) -> None:
-    """Raises TypeError for a function or a text where a region takes True or False.
+def switch(value: Any, region: str, name: str) -> bool:
+    """What a region was given where it takes True or False.
 
     Args:
         region: how the region is written, for the message.
+
+    Raises:
+        TypeError: it is a function, or something else that Python would take for True.
     """
     if callable(value):
         raise TypeError(f"{region} got the function {value!r} as its {name}: write @{region}(), with parentheses")
-    if isinstance(value, str):
-        raise TypeError(f"{region} got {value!r} as its {name}, which is True or False")
+    return yes_or_no(region, name, value)
 
 
 def refuse_device(call: str, device: Any) -> None:

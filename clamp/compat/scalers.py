@@ -91,8 +91,8 @@ class FaceScaler:
     _enabled: bool
     _scaling: ManualScaling
 
-    def _set_up(self, enabled: Any, scale: float, kind: type[ManualScaling], **settings: Any) -> None:
-        self._enabled = bool(enabled)
+    def _set_up(self, enabled: bool, scale: float, kind: type[ManualScaling], **settings: Any) -> None:
+        self._enabled = enabled
         start, rule = (scale, FaceRule(**settings)) if enabled else (1.0, UncheckedRule(**settings))
         self._scaling = kind(start, rule, around_step=session.around_step)
 

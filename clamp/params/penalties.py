@@ -101,4 +101,4 @@ def _is_penalty(constant: Any, result: Any) -> bool:
     if mark_of(constant) is not None:
         return True
     made = getattr(constant, "_made_from_gradient", False)
-    return bool(made and constant.size == 1 and getattr(result, "size", 0) == 1 and not bridge.is_trained(constant))
+    return bool(made and constant.size == 1 and result.size == 1 and not bridge.is_trained(constant))

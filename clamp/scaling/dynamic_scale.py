@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -208,6 +209,9 @@ def make_loss_scale(loss_scale: str | float | ScaleRule, dtype: str) -> LossScal
         return DynamicLossScale()
     if isinstance(loss_scale, ScaleRule):
         return DynamicLossScale(rule=loss_scale)
-    if isinstance(loss_scale, str | bool):
-        raise ValueError(f"loss_scale must be 'auto', 'dynamic', a ScaleRule or a positive number, not {loss_scale!r}")
-    return LossScale(loss_scale)
+    if not isinstance(loss_scale, str | bool):
+        with suppress(ValueError):
+            return LossScale(loss_scale)
+    raise ValueError(
+        f"loss_scale must be 'auto', 'dynamic', a ScaleRule or a finite positive number, not {loss_scale!r}"
+    )

@@ -536,7 +536,7 @@ def test_bad_scales_are_refused(value: Any) -> None:
 
 
 def test_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="'auto', 'dynamic', a ScaleRule or a positive number, not 'sometimes'"):
+    with pytest.raises(ValueError, match="'auto', 'dynamic', a ScaleRule or a finite positive number, not 'sometimes'"):
         make_loss_scale("sometimes", "float16")
     with pytest.raises(ValueError, match="'float16', 'bfloat16' or 'float32', not 'half'"):
         make_loss_scale("auto", "half")
