@@ -28,7 +28,7 @@ from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery, graphs
-from clamp.params.weight_cache import Value, weight_cast, weights
+from clamp.params.weight_cache import Value, weight_cache, weight_cast
 
 
 class NotOwned(Exception):
@@ -91,7 +91,7 @@ class Operand:
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
         """What is derived from the weight, packed panels say: the kept one, or ``make(weight)``."""
         assert self.weight is not None
-        return weights.get(self.weight, kind, make)
+        return weight_cache.get(self.weight, kind, make)
 
     def forward_done(self) -> None:
         """Called when the op's result stands and only backward may still read the value."""

@@ -14,7 +14,7 @@ from clamp.casting.regions import LAST_USE, Caching, Region
 from clamp.ops.cast import cast
 from clamp.params import delivery
 from clamp.params.updates import changed_since, moment
-from clamp.params.weight_cache import Value, weight_cast, weights
+from clamp.params.weight_cache import Value, weight_cache, weight_cast
 
 
 class Policy(Casting):
@@ -167,7 +167,7 @@ class WeightOperand(_LateOperand):
         self.weight: Tensor = parent.value
         self._report = report
         self._made = moment()
-        self._losses = weights.losses
+        self._losses = weight_cache.losses
 
     @property
     def value(self) -> Tensor:
@@ -180,21 +180,21 @@ class WeightOperand(_LateOperand):
     def source(self) -> Tensor:
         # A weight times itself: the copy that the operand on the left has just made.
         if self._value is None:
-            self._value = weights.known(self.weight, ("cast", self._dtype))
+            self._value = weight_cache.known(self.weight, ("cast", self._dtype))
         return super().source
 
     def was_made(self, copy: Tensor) -> None:
         """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
         self._value = copy
-        weights.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly, losses=self._losses)
+        weight_cache.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly, losses=self._losses)
 
     def goes(self) -> bool:
         return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.running.is_last()
 
     def drop(self) -> None:
         if self._value is not None:
-            weights.loosen(self.weight, ("cast", self._dtype), self._value)
+            weight_cache.loosen(self.weight, ("cast", self._dtype), self._value)
             self._value = None
 
     def _require_unwritten(self) -> None:
@@ -219,7 +219,7 @@ class LastUseOperand(WeightOperand):
         self._derived: dict[Hashable, Any] = {}
 
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        value = self._derived[kind] = weights.get(self.weight, kind, make, weakly=True)
+        value = self._derived[kind] = weight_cache.get(self.weight, kind, make, weakly=True)
         return value
 
     def goes(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from clamp.casting.module_rules import ModuleRule, ModuleRules
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
 from clamp.interrupts import contextmanager, holding, of_threads
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 
 LAST_USE = "last_use"
 Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: True, False or LAST_USE
@@ -287,7 +287,7 @@ def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
             _change_by(None)
     finally:
         _change_by(None)
-        weights.clear()
+        weight_cache.clear()
 
 
 def _change_by(change: Callable[[Region], Region] | None) -> None:
@@ -316,4 +316,4 @@ def in_own_region(region: Region) -> Iterator[None]:
             yield
     finally:
         if thread_region() is None:
-            weights.clear()
+            weight_cache.clear()

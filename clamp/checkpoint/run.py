@@ -21,7 +21,7 @@ from clamp.checkpoint.file import CheckpointError, Decoder, Encoder, Json, diffe
 from clamp.checkpoint.optimizers import Names, Write, parameter_writes, state_of, writes_to
 from clamp.checkpoint.undo import Undo
 from clamp.params import masters
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.loss_scale import NoLossScale
 
 # ---------------------------------------------------------------------------------------------- saving
@@ -126,7 +126,7 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
         undo.put_back(error)
         raise
     finally:
-        weights.clear()
+        weight_cache.clear()
         for model in loaded:
             bridge.invalidate_derived(model)
     return extra

@@ -1,4 +1,4 @@
-"""OneFlow's face: ``Graph`` (its ``nn.Graph``), ``GradScaler`` and ``StaticGradScaler``.
+"""OneFlow's face: ``Graph``, its ``nn.Graph`` (scalers.py has its ``GradScaler`` and ``StaticGradScaler``).
 
 A graph is ``amp.record`` of its ``build``; docs/coming-from-oneflow.md has every difference.
 """
@@ -23,7 +23,7 @@ from clamp.interrupts import contextmanager, holding
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.recordings.arguments import Arguments, Key, leaves_of
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.function import RecordedFunction
@@ -232,7 +232,7 @@ class Graph:
                     if isinstance(x, Tensor):
                         graphs.ask_before_backward(x, self._is_constant)
             self._attribution.look_after_skips(lambda: self._run(inputs), "graph.explain()")
-        weights.clear()
+        weight_cache.clear()
         return outputs
 
     def _is_constant(self) -> None:

@@ -14,7 +14,7 @@ from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager, undoing
 from clamp.params import masters
 from clamp.params.gradient_marks import last_shared, note_shared
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard, StepGuards, steps_withheld
 
@@ -52,7 +52,7 @@ def same_start(*reached: Any) -> Iterator[None]:
         reached: what a step leads to, whose scalers are meant, too.
     """
     with undoing() as undo:
-        undo.callback(weights.clear)
+        undo.callback(weight_cache.clear)
         undo.callback(np.random.set_state, np.random.get_state())
         undo.callback(random.setstate, random.getstate())
         for scaler in bridge.host_scalers_among(reached):

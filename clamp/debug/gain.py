@@ -25,7 +25,7 @@ from clamp.interrupts import undoing
 from clamp.opencl.host_steps import recorder, replays
 from clamp.ops.cast import CAST
 from clamp.ops.optimizer_step import COPY
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.scaled_loss import SCALE_OP
 
 Step: TypeAlias = Callable[[], Any]
@@ -97,7 +97,7 @@ class OpTimer(OpCounter):
 
     def _forward_is_over(self) -> None:
         if not self._is_backward:  # several losses: what is kept when the last of them is scaled
-            self.weight_copies = weights.nbytes
+            self.weight_copies = weight_cache.nbytes
             self.activations = max(self.activations, self._meter.activations)
 
     def counted(self, key: Key) -> None:
@@ -264,7 +264,7 @@ def _race(step: Step, regions: Sequence[Region], queues: Iterable[cl.CommandQueu
 
 
 def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> float:
-    weights.clear()
+    weight_cache.clear()
     _finish(queues)
     with in_region(region):
         began = perf_counter()
@@ -274,7 +274,7 @@ def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> f
 
 
 def _timed(step: Step, region: Region, queues: Iterable[cl.CommandQueue], alone: bool) -> tuple[OpTimer, list[OpRow]]:
-    weights.clear()
+    weight_cache.clear()
     _finish(queues)
     timer = OpTimer(alone)
     with in_region(region):

@@ -15,7 +15,7 @@ from clamp.bridge import Address, Tensor
 from clamp.debug.callsite import Place
 from clamp.interrupts import uninterrupted
 from clamp.params.parts import MasterInParts
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.step_guard import StepGuard
 
 _pool_peak = bridge.PoolPeak()
@@ -76,7 +76,7 @@ class MemoryMeter:
     @property
     def activations(self) -> int:
         """``live`` less the 16-bit copies of weights that the cache holds."""
-        return self.live - weights.nbytes
+        return self.live - weight_cache.nbytes
 
     def __enter__(self) -> MemoryMeter:
         gc.collect()
@@ -185,7 +185,7 @@ def pieces_now() -> dict[Address, Piece]:
         claim("masters", [part.buffer for x in bridge.instances_of(MasterInParts) for part in x.held])
     claim("weights", [x.buffer for x in (*trained, *bridge.tensors_of_layers()) if x.buffer is not None])
     claim("gradients", [grad.buffer for _, grad in gradients_now().values()])
-    claim("copies", bridge.memory_in(weights.values))
+    claim("copies", bridge.memory_in(weight_cache.values))
     guarded = [guard.optimizer for guard in bridge.living(StepGuard) if guard.optimizer is not None]
     for optimizer in {id(x): x for x in (*guarded, *bridge.living_optimizers())}.values():
         state = [value for value in bridge.own_attributes(optimizer).values() if not callable(value)]

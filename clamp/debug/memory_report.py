@@ -20,7 +20,7 @@ from clamp.debug.op_counter import Key, OpCounter
 from clamp.debug.words import aligned, size
 from clamp.interrupts import undoing
 from clamp.opencl.shortage import SAYS_WHAT_HOLDS_MEMORY
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 
 _SHOWN = 12  # holders
 _BEFORE = "before the step"
@@ -170,7 +170,7 @@ def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
     aside = gradients_now()
     with dry_run(step):
         step()  # builds its kernels
-        weights.clear()
+        weight_cache.clear()
         gc.collect()
         there = {where: piece for where, piece in pieces_now().items() if piece.kind != "free"}
         for where in aside.keys() - gradients_now().keys():  # the dry run holds them, to put them back
@@ -293,7 +293,7 @@ class _Watch(OpCounter):
 
     def counted(self, key: Key) -> None:
         self._ops.append((key.op if key.direction == "forward" else f"{key.op} {key.direction}", key))
-        for storage in bridge.memory_in(weights.values):
+        for storage in bridge.memory_in(weight_cache.values):
             where = bridge.address_of(storage)
             piece = None if where is None else self._live.get(where)
             if piece is not None and not piece.kind:

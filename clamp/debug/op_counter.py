@@ -22,7 +22,7 @@ from clamp.debug.curves import Curves
 from clamp.debug.step_graph import BACKWARD, FORWARD
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import LISTENERS
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.scaled_loss import SCALE_OP
 from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
@@ -170,7 +170,7 @@ class OpCounter(Observer):
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         op = getattr(made, "op_name", None) or ""
         if op == SCALE_OP and isinstance(made, Node) and bridge.on_device(read[0]) and not self._of_dry_run:
-            self.weight_copies = max(self.weight_copies, weights.nbytes)
+            self.weight_copies = max(self.weight_copies, weight_cache.nbytes)
             self.curves.loss(read[0])
         place = here()
         module = 0

@@ -28,7 +28,7 @@ from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.opencl.host_steps import Drawn
 from clamp.params import delivery, graphs
 from clamp.params.updates import changed_since, moment
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 
 OP = "checkpoint"
 _ROOM = 16  # what a forward keeps for its next run has at most this part of the bytes of all that it computes
@@ -133,7 +133,7 @@ def kept(make: Callable[[], tuple[Tensor, ...]], key: Hashable, operands: Sequen
 def asked_before(weight: Tensor, kind: Hashable) -> bool:
     """Returns whether what is derived from a weight has been asked for before, so that it pays off to keep it. That a
     forward is run again is no other use: it asks for what its first run has asked for."""
-    return weights.known(weight, kind) is not None if is_recomputing() else weights.asked_before(weight, kind)
+    return weight_cache.known(weight, kind) is not None if is_recomputing() else weight_cache.asked_before(weight, kind)
 
 
 def checkpointed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -307,8 +307,8 @@ def _made_by_hand(result: Any, nodes: Sequence[Node], args: Sequence[Any]) -> li
     inside, given, found = {id(node) for node in nodes}, set(map(id, args)), list[Node]()
 
     def is_another(node: Any) -> bool:
-        is_theirs = isinstance(node, Node) and not getattr(node, "is_clamps", False)
-        return is_theirs and bool(node.parents) and id(node) not in inside and id(node) not in given
+        is_users = isinstance(node, Node) and not getattr(node, "is_clamps", False)
+        return is_users and bool(node.parents) and id(node) not in inside and id(node) not in given
 
     def look(x: Any) -> Any:
         for node in bridge.in_order(x, is_another) if is_another(x) else ():

@@ -23,7 +23,7 @@ from clamp.debug.summary import Summary
 from clamp.interrupts import from_nothing
 from clamp.opencl.host_steps import refuse
 from clamp.opencl.progress import PROGRESS
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch import Patches
 from clamp.patching.user_functions import Registration, decorating
 from clamp.ranks.mpi import Ranks
@@ -148,7 +148,7 @@ class AmpHandle:
 
     def clear_cache(self) -> None:
         """Forgets the 16-bit copies of weights. A kernel of your own that writes parameters must call it."""
-        weights.clear()
+        weight_cache.clear()
 
     _clear_cache = clear_cache
 
@@ -353,7 +353,7 @@ class AmpHandle:
                 set_process_region(None)
                 stop_counting()
                 self._patches.remove()
-                weights.clear()
+                weight_cache.clear()
                 from_nothing()
                 self._ended = True
         self._on_shutdown(self)

@@ -1,4 +1,4 @@
-"""Sums over axes, the gradient of a sum, softmax. A tensor is seen as (outer, n, inner) around the axis n."""
+"""Sums over one axis, or all, and the gradient of a sum. A tensor is seen as (outer, n, inner) around the axis n."""
 
 from __future__ import annotations
 

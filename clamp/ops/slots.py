@@ -80,17 +80,17 @@ class Batch(NamedTuple):
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[Batch]:
-    """Yields what each launch reads that looks at tensors, and takes a few arguments besides."""
-    kinds: dict[tuple[cl.CommandQueue, str], list[int]] = {}
+    """Yields the tensors of each launch of a kernel that only reads them, and takes few arguments besides."""
+    by_storage: dict[tuple[cl.CommandQueue, str], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
-    for (queue, kind), same in kinds.items():
+        by_storage.setdefault((tensor.queue, bridge.STORAGE[tensor.dtype]), []).append(index)
+    for (queue, storage), same in by_storage.items():
         slots = slots_for(queue, len(same), 1, _OTHER_ARGUMENTS_BYTES)
         for start in range(0, len(same), slots):
             indices = same[start : start + slots]
             these = [tensors[index] for index in indices]
             tiles = tiles_of(queue, tuple([tensor.size for tensor in these]))
-            yield Batch(indices, these, tiles, filled(these, slots), {"X_T": kind, "DECADES": slots // 10})
+            yield Batch(indices, these, tiles, filled(these, slots), {"X_T": storage, "DECADES": slots // 10})
 
 
 def filled(tensors: Sequence[T], slots: int) -> list[T]:

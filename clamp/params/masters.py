@@ -25,7 +25,7 @@ from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
 from clamp.params import gradient_marks, lost_updates
 from clamp.params.parts import KEEPS, MasterInParts, make_whole, put_in_parts
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.params.writes import writes
 
 Pair: TypeAlias = tuple[Tensor, Tensor]  # what the optimizer steps, what the model reads; one tensor if fp32
@@ -77,7 +77,7 @@ def narrow(
             bridge.give_storage(param, narrowed)
         _link(master, param, KEEPS[keep_master], mixed(seed, place))
         bridge.set_gradient_dtype(param, gradient_dtype or ("float32" if PARTS[KEEPS[keep_master]] else None))
-        weights.drop(param)
+        weight_cache.drop(param)
         for optimizer in optimizers:
             for index, stepped in enumerate(optimizer.params):
                 if stepped is param:
@@ -341,7 +341,7 @@ def written(buffer: Any) -> None:
     """A user has written into this storage: what was derived from it, or known of it, is stale, and a master follows
     its parameter, or the parameter its master."""
     writes.note(buffer)
-    weights.drop_buffer(buffer)
+    weight_cache.drop_buffer(buffer)
     if not _models:
         return
     model = _models.get(id(buffer))
@@ -359,7 +359,7 @@ def written(buffer: Any) -> None:
         else:
             write_back(master, model)
         writes.note(model.buffer)
-        weights.drop(model)
+        weight_cache.drop(model)
         return
 
 
@@ -445,4 +445,4 @@ def showing_masters(params: Iterable[Tensor], *, load: bool = False) -> Iterator
     finally:
         for param, master in zip(narrow, wide, strict=True) if load else ():
             write_back(master, param)
-            weights.drop(param)
+            weight_cache.drop(param)

@@ -23,7 +23,7 @@ from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 from clamp.params import lost_updates, masters
 from clamp.params.parts import MasterInParts, buffers_of, splitting
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.params.writes import writes
 
 
@@ -211,7 +211,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         with bridge.without_write_back([master for master, _ in found]):
             in_turn(left.pieces)
         del _unfinished[id(optimizer)]
-        weights.clear()
+        weight_cache.clear()
         now = _grads_of(optimizer)
         if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
             return None
@@ -223,7 +223,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         in_turn(_rewriting(stepped, optimizer))
         raise
     finally:
-        weights.clear()
+        weight_cache.clear()
     _whole(optimizer, _rewriting(stepped, optimizer), has_begun=True)
     return result
 

@@ -204,7 +204,7 @@ def _shares_memory(ours: Any, written: Any) -> bool:
 
 
 #: The cache of the process.
-weights = WeightCache()
+weight_cache = WeightCache()
 
 
 # ------------------------------------------------------------------------------------------ 16-bit copies of weights
@@ -243,28 +243,28 @@ def weight_cast(weight: Tensor, dtype: str, report: Callable[[str, str], None], 
         report(source.dtype, dtype)
         return _copy_of(source, dtype) if source.dtype == "float32" else cast(source, dtype)
 
-    return weights.get(weight, ("cast", dtype), make, weakly=weakly)
+    return weight_cache.get(weight, ("cast", dtype), make, weakly=weakly)
 
 
 def _copy_of(weight: Tensor, dtype: str) -> Tensor:
     clears, asked = _thread.iterations.get(dtype, (-1, []))
     together: Sequence[Tensor] = []
-    if clears != weights.clears:
+    if clears != weight_cache.clears:
         together, asked = _cast_with(weight, dtype), []
-        _thread.iterations[dtype] = weights.clears, asked
+        _thread.iterations[dtype] = weight_cache.clears, asked
         _followers[id(weight), dtype] = asked
     asked.append(weakref.ref(weight))
-    copy = weights.take(weight, ("brought along", dtype))
+    copy = weight_cache.take(weight, ("brought along", dtype))
     if copy is None:
         copy, *others = cast_all([weight, *together], dtype)
         for follower, other in zip(together, others, strict=True):
-            weights.put(follower, ("brought along", dtype), other)
+            weight_cache.put(follower, ("brought along", dtype), other)
     return copy
 
 
 def _cast_with(first: Tensor, dtype: str) -> list[Tensor]:
-    together = weights.together
-    if together is None or weights.recorded_by != threading.get_ident():
+    together = weight_cache.together
+    if together is None or weight_cache.recorded_by != threading.get_ident():
         return _followers_of(first, dtype)
     key = id(first), dtype
     if key not in together:

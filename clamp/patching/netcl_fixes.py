@@ -182,22 +182,22 @@ class _Allocating:
     """pyopencl as netcl's pools see it: where memory is short, the error says what holds it."""
 
     def __init__(self, own: Any) -> None:
-        self._own = own
+        self._cl = own
         self.SVM = own.SVM  # of every tensor: at hand
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._cl, name)
 
     def Buffer(self, *args: Any, **kwargs: Any) -> Any:
-        return self._made(self._own.Buffer, *args, **kwargs)
+        return self._allocate(self._cl.Buffer, *args, **kwargs)
 
     def fsvm_empty(self, context: cl.Context, shape: int, dtype: Any) -> Any:
         """Shared virtual memory, in an array."""
-        return self._made(self._own.fsvm_empty, context, shape, dtype)
+        return self._allocate(self._cl.fsvm_empty, context, shape, dtype)
 
-    def _made(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _allocate(self, allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return make(*args, **kwargs)
+            return allocate(*args, **kwargs)
         except cl.Error as error:
             explain_shortage(error, "allocating for a tensor")
             raise

@@ -216,8 +216,8 @@ class Bindings:
         Args:
             passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is
                 written and nobody is told of results.
-            how: as for `Redirected`; by default ``"wrapped"`` for netcl's functions, and ``"open"`` for a user's, whose
-                policy may go by what was passed.
+            how: as for `Redirected`; by default ``"wrapped"`` for netcl's functions, and ``"open"`` for a user's, which
+                may be cast by its arguments.
         """
         if function in self:
             return

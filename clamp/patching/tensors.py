@@ -17,7 +17,7 @@ from clamp.opencl.device import is_forked, require_answer, require_usable
 from clamp.ops.arguments import saturated
 from clamp.ops.cast import cast, cast_into
 from clamp.params import delivery, gradient_marks, masters
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import Installed, Wrapper, written, written_places
 from clamp.scaling.dynamic_scale import settle_late
@@ -71,7 +71,7 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
             cast_into(wide, tensor)
         for tensor in given.values():
             if not bridge.is_in_parts(tensor) or tensor.is_whole:  # asked for its memory, it would take some
-                weights.drop_buffer(tensor.buffer)
+                weight_cache.drop_buffer(tensor.buffer)
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:

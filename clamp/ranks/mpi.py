@@ -36,7 +36,7 @@ from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import refuse
 from clamp.ops.concat import Part, assemble, split
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.ranks.parameters import RankParameters, digest, shapes_of
 from clamp.ranks.rendezvous import Kind, Meeting, RankError
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -128,7 +128,7 @@ class Ranks:
         if self.rank != 0:
             for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
                 bridge.write_bytes(tensor, message[begin:end])
-            weights.clear()
+            weight_cache.clear()
 
     # ------------------------------------------------------------------------------------------ one pass
 

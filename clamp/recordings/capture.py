@@ -30,7 +30,7 @@ from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
 from clamp.interrupts import With
 from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorder, unrecorded, value_now
 from clamp.ops import transfer
-from clamp.params.weight_cache import Together, weights
+from clamp.params.weight_cache import Together, weight_cache
 from clamp.patching.patch_registry import BEFORE_REMOVAL, meets
 from clamp.recordings import memory
 from clamp.recordings.attempt import Attempt
@@ -61,8 +61,8 @@ class _Recording:
         """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
         self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
         begin()
-        weights.recorded_by, weights.together = threading.get_ident(), self.together
-        weights.clear()
+        weight_cache.recorded_by, weight_cache.together = threading.get_ident(), self.together
+        weight_cache.clear()
         if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
             self._before, self._modules = living_tensors(), ModuleNotes()
         memory.keepers.add(self.keeps)
@@ -88,7 +88,7 @@ class _Recording:
     def put_back(self) -> None:
         """Takes the recorder's versions away again. After an interrupt in it, once more does it all."""
         set_recorder(None)
-        weights.recorded_by = weights.together = None
+        weight_cache.recorded_by = weight_cache.together = None
         for owner, name, original in reversed(self._undo):
             setattr(owner, name, original)
         self._undo = []
@@ -96,7 +96,7 @@ class _Recording:
     def stop(self) -> None:
         """Puts everything back, and notes what a replay depends on."""
         self.put_back()
-        weights.clear()
+        weight_cache.clear()
         capture = self._capture()
         own = {address for pool in self._pools.values() for address in pool.given}
         if capture is not None and self._modules is not None:
@@ -367,7 +367,7 @@ def _drop(capture: KernelCapture) -> None:
     if recording is not None:
         forget_late()  # there is nothing to repeat any more
         recording.put_back()
-        weights.clear()
+        weight_cache.clear()
         recording.close()
         _running.clear()
     _forget(capture)

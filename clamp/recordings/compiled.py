@@ -25,7 +25,7 @@ from clamp.casting.policy_table import CastPolicy, Entry
 from clamp.interrupts import With
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets
 from clamp.patching.wrap import netcl_wrapper
 from clamp.recordings.arguments import around, constant_of
@@ -164,7 +164,7 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, /, new_inputs: Iterable[
         gradient_marks.restore(instance._clamp_gradients)
         instance._clamp_plan.launch(inputs)
         gradient_marks.restore(instance._clamp_gradients)
-        weights.clear()
+        weight_cache.clear()
         return
     if instance.is_compiled and not hasattr(instance, "_replay_steps"):
         raise RuntimeError("call compile(inputs) with the recorded input tensors before replay()")

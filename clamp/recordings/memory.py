@@ -104,8 +104,8 @@ class Dependencies:
         found = (resident.ref() for resident in self._residents if resident.address == address)
         return next((tensor for tensor in found if tensor is not None and bridge.is_weight(tensor)), None)
 
-    def strangers(self, known: Collection[Address | None]) -> list[weakref.ref[Tensor]]:
-        """The tensors that were there before in memory that is not known, weights apart. They may be gone by now."""
+    def unknown_tensors(self, known: Collection[Address | None]) -> list[weakref.ref[Tensor]]:
+        """Returns the tensors that were in memory that is not ``known`` when the recording began, but for weights."""
         found = [(ref, ref()) for where, ref in self._before if where not in known]
         return [ref for ref, x in found if x is None or not bridge.is_weight(x)]
 
@@ -140,10 +140,10 @@ class Dependencies:
             if state != resident.state:
                 return _difference(tensor, resident.state, state)
             moved = moved or tensor.buffer is not resident.buffer
-        if moved and self._parted():
+        if moved and self._no_longer_shared():
             tensor = None  # of the loop, which would hold one
             gc.collect()  # views that nobody holds any more stay where they are
-            return self._parted()
+            return self._no_longer_shared()
         return ""
 
     def follow(self) -> bool:
@@ -159,7 +159,7 @@ class Dependencies:
                 launch.args = (*launch.args[:index], buffer, *launch.args[index + 1 :])
         return bool(moved)
 
-    def _parted(self) -> str:
+    def _no_longer_shared(self) -> str:
         """Which tensors shared memory and do not any more: no launch says which of them it meant. Empty if none."""
         now: dict[Address, tuple[Address | None, Tensor]] = {}
         for resident in self._residents:

@@ -16,7 +16,7 @@ from clamp import bridge
 from clamp.bridge import Tensor, address_of
 from clamp.opencl.host_steps import refuse, replaying
 from clamp.opencl.launches import Launch, launches_are_watched
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets
 from clamp.recordings.capture import recording_of
 from clamp.recordings.memory import Dependencies, dependencies_of, stale
@@ -68,7 +68,7 @@ class ReplayPlan:
             self.dependencies.give_up(where)
         known = {address_of(x.buffer) for x in (*inputs, *state, *moving)}
         # Tensors that the launches use and nobody knows from where, as an iterator's.
-        self.strangers = self.dependencies.strangers(known)
+        self.unknown_tensors = self.dependencies.unknown_tensors(known)
         # Launch by launch, numbers of its arguments, each with that of the input, or of what moves, that it is.
         self.places: list[dict[int, int]] = [
             {at: places[where] for at, arg in enumerate(launch.args) if (where := address_of(arg)) in places}
@@ -212,7 +212,7 @@ def replay(wrapped: Any, instance: KernelCapture, /, rebind: Any = None) -> None
     _follow(instance)
     wrapped()
     settle_late()
-    weights.clear()
+    weight_cache.clear()
 
 
 def _follow(capture: KernelCapture) -> None:
@@ -240,4 +240,4 @@ def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, /, buffer_map
     for launch in instance._launches:
         new = [buffer_map.get(where[1], arg) if (where := address_of(arg)) else arg for arg in launch.args]
         launch.kernel(launch.queue, launch.global_size, launch.local_size, *new)
-    weights.clear()
+    weight_cache.clear()

@@ -14,7 +14,7 @@ from clamp.opencl.host_steps import HostValue, is_host_value, value_now
 from clamp.params import gradient_marks
 from clamp.params.gradient_marks import mark_of, set_mark
 from clamp.params.graphs import ENDED, is_computed_from_trained
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.recordings.arguments import PLAIN, Arguments, leaves_of, mapped
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.capture import recording_of
@@ -237,7 +237,7 @@ class Replayable:
             fresh[id(made.tensor)] = gradient_marks.copied(made.tensor)
         self._leave(call, fresh, entries.by_alias)
         entries.put_back(self._touched)
-        weights.clear()
+        weight_cache.clear()
         return self._results(call, {**uploaded, **fresh})
 
     def _leave(self, call: Arguments, made: dict[int, Tensor], found: Container[int]) -> None:

@@ -29,7 +29,7 @@ _UNREPAID = 48  # recordings after which each must have been replayed three time
 _RETRIES = 8  # recordings in a row of one kind that no call could use
 
 
-Strangers = Sequence["weakref.ref[Tensor]"]  # as ReplayPlan.strangers
+UnknownTensors = Sequence["weakref.ref[Tensor]"]  # as ReplayPlan.unknown_tensors
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Kind:
     """The calls of one key."""
 
     ran: Watch | None = None  # the state after the last run
-    doubted: Replayable | None = None  # recorded, and not replayed before another recording uses the same tensors
+    unconfirmed: Replayable | None = None  # recorded, and not replayed before another recording uses the same tensors
     kept: list[Replayable] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
     why: str = ""  # what kept the last call from replaying
@@ -56,7 +56,7 @@ class Variants:
         self._name, self._code = name, code
         self._kinds: OrderedDict[Key, _Kind] = OrderedDict()
         self._newest: _Kind | None = None  # the last of them: keys are slow to look up
-        self._strangers = self._made = self._replays = 0
+        self._new_states = self._made = self._replays = 0
         self._stopped = False  # nothing is recorded any more; what has been is replayed
         self._warned = self._differed = self._never = False
         self._of_dry_runs: list[Replayable] = []  # made where steps were only looked at, and dropped after that
@@ -93,7 +93,7 @@ class Variants:
         for recorded in reversed(kind.kept):
             kind.why = recorded.unlike_gradients(known) or recorded.misfit(inputs)
             if not kind.why:
-                kind.unused = self._strangers = 0
+                kind.unused = self._new_states = 0
                 recorded.calls += 1
                 self._replays += 1
                 return recorded
@@ -106,8 +106,8 @@ class Variants:
             return None
         if kind is not None and kind.ran is not None and kind.ran.holds():
             return kind.ran
-        self._strangers += 1
-        if self._strangers >= _PATIENCE:
+        self._new_states += 1
+        if self._new_states >= _PATIENCE:
             self._stop(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
         return None
 
@@ -123,8 +123,8 @@ class Variants:
         """
         if self._never:  # a backward meanwhile
             return
-        kind, strangers = self._kind(key), recorded.plan.strangers
-        new, old = _parted(strangers, kind.doubted)
+        kind, unknown_tensors = self._kind(key), recorded.plan.unknown_tensors
+        new, old = _changed_tensors(unknown_tensors, kind.unconfirmed)
         self._made += 1
         if self._made >= _UNREPAID and self._replays < 3 * self._made:
             self._stop(self._difference(key))
@@ -139,10 +139,10 @@ class Variants:
             self.run_always(key, f"{self._code} reads other tensors than before, from an iterator say")
         else:
             kind.unused += 1
-            if strangers and (kind.doubted is None or new or old):
-                kind.doubted = recorded
+            if unknown_tensors and (kind.unconfirmed is None or new or old):
+                kind.unconfirmed = recorded
                 return
-            kind.doubted = None
+            kind.unconfirmed = None
             if are_steps_withheld():
                 self._of_dry_runs.append(recorded)
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
@@ -180,7 +180,7 @@ class Variants:
         """
         kind = self._kind(key)
         kind.kept.clear()
-        kind.doubted, kind.never = None, True
+        kind.unconfirmed, kind.never = None, True
         if why is not None:
             self._warn(why)
 
@@ -228,9 +228,11 @@ class Variants:
         )
 
 
-def _parted(strangers: Strangers, doubted: Replayable | None) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Tensors of unknown origin that one recording uses, and the one before does not, and the other way round."""
-    now = [ref() for ref in strangers]
-    then = [ref() for ref in ([] if doubted is None else doubted.plan.strangers)]
-    new = [x for x in now if x is None or all(x is not y for y in then)]
-    return new, [y for y in then if y is None or all(x is not y for x in now)]
+def _changed_tensors(
+    unknown_tensors: UnknownTensors, unconfirmed: Replayable | None
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Returns tensors of unknown origin that one recording uses and the one before does not, and the reverse."""
+    now = [ref() for ref in unknown_tensors]
+    earlier = [ref() for ref in ([] if unconfirmed is None else unconfirmed.plan.unknown_tensors)]
+    new = [x for x in now if x is None or all(x is not y for y in earlier)]
+    return new, [y for y in earlier if y is None or all(x is not y for x in now)]

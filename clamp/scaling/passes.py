@@ -22,7 +22,7 @@ from clamp.interrupts import contextmanager, holding, uninterrupted
 from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery, gradient_marks
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from clamp.scaling.backward_pass import Averaging, PassGradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
@@ -90,7 +90,7 @@ def scaled_pass(
                 raise
         if repeats is not None:
             repeats.settle(partial(end_pass, guards, scaler), lambda: [(x, x.grad) for x in reached.tensors])
-    weights.clear()
+    weight_cache.clear()
 
 
 def _end_again(

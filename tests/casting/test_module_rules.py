@@ -21,7 +21,7 @@ from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.casting.module_rules import ModuleRule, rule_for
 from clamp.casting.policy_table import PolicyError
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, stepping, weights_of
 from tests.reference import assert_same, to_device, to_numpy
 
@@ -349,7 +349,7 @@ def test_a_weight_read_in_two_dtypes_has_a_copy_in_each(queue: cl.CommandQueue) 
         assert [(out.value.dtype, float(to_numpy(out.value)[0, 0])) for out in outs] == [
             ("float16", 1 + 2.0**-9), ("bfloat16", 1.0)
         ] * 2  # fmt: skip
-        copies = [value for value in weights.values if isinstance(value, Tensor)]
+        copies = [value for value in weight_cache.values if isinstance(value, Tensor)]
         assert sorted(copy.dtype for copy in copies) == ["bfloat16", "float16"]
         loss = ag.add(ag.sum(ag.add(outs[0], outs[2])), ag.sum(ag.add(outs[1], outs[3])))
         with handle.scale_loss(loss, optimizer) as scaled_loss:

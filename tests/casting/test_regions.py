@@ -25,7 +25,7 @@ from clamp.casting.regions import (
     in_region,
     region_here,
 )
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 
 BRAIN = Region(enabled=True, dtype="bfloat16", policies=default_table())
 OFF = Region(enabled=False, dtype="float16", policies=default_table())
@@ -140,11 +140,11 @@ def test_the_end_of_a_threads_outermost_region_alone_empties_the_weight_cache(qu
     weight = Parameter.from_host(queue, np.ones(2, np.float32))
 
     def is_known() -> bool:
-        return weights.known(weight, "value") is not None
+        return weight_cache.known(weight, "value") is not None
 
     with ExitStack() as outer:
         outer.enter_context(in_own_region(BRAIN))
-        weights.put(weight, "value", weight)
+        weight_cache.put(weight, "value", weight)
         for region in (in_own_region(OFF), in_region(BRAIN), casting_in(None)):
             with region:
                 pass
@@ -153,7 +153,7 @@ def test_the_end_of_a_threads_outermost_region_alone_empties_the_weight_cache(qu
             raise ValueError("mine")
         assert is_known()
     assert not is_known()
-    weights.put(weight, "value", weight)
+    weight_cache.put(weight, "value", weight)
     with in_region(BRAIN):
         pass
     assert is_known()

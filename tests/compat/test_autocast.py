@@ -24,7 +24,7 @@ from netcl.optim import SGD
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from tests.networks import batch, loss_of, mlp
 from tests.reference import assert_same, to_device, to_numpy
 
@@ -252,17 +252,17 @@ def test_the_weight_cache_lives_until_the_outermost_region_ends(queue: cl.Comman
     with amp.autocast():
         with amp.autocast():
             loss_of(model, data)
-        assert len(weights) == 2
-    assert len(weights) == 0
+        assert len(weight_cache) == 2
+    assert len(weight_cache) == 0
     with amp.autocast(cache_enabled=False):
         loss_of(model, data)
-        assert len(weights) == 0
+        assert len(weight_cache) == 0
         with amp.autocast():
             loss_of(model, data)
-            assert len(weights) == 0  # as around
+            assert len(weight_cache) == 0  # as around
         with amp.autocast(cache_enabled=True):
             loss_of(model, data)
-            assert len(weights) == 2
+            assert len(weight_cache) == 2
 
 
 def test_the_weight_cache_is_dropped_by_a_step_inside_the_region(queue: cl.CommandQueue) -> None:

@@ -25,7 +25,7 @@ from clamp.debug.memory_report import MemoryReport, cures
 from clamp.debugging import MemoryMeter
 from clamp.ops.cast import cast
 from clamp.params.parts import KEEPS, MasterInParts
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.reference import to_device
 
@@ -129,7 +129,7 @@ def test_every_byte_is_held_for_something(own_queue: cl.CommandQueue, case: Case
         moments = 1 if case.network == "cnn" else 2  # momentum's velocity; Adam's
         assert found["optimizer state"] >= moments * sum(4 * x.size for x in trained)
         assert found["activations"] >= bridge.nbytes(graph.value)
-        assert found["copies"] >= sizes([x for x in weights.values if isinstance(x, Tensor)])
+        assert found["copies"] >= sizes([x for x in weight_cache.values if isinstance(x, Tensor)])
         assert (found["recordings"] > 0) == case.recorded
         # All of it together is what pools have made, and what lies outside: parameters, state, inputs and tables.
         outside = [x for x in bridge.instances_of(Tensor) if x.buffer is not None and x.pool_handle is None]

@@ -22,7 +22,7 @@ from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tape, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.functions import recompute
-from clamp.params.weight_cache import weights
+from clamp.params.weight_cache import weight_cache
 from tests.networks import batch
 from tests.reference import assert_same, to_device, to_numpy
 
@@ -498,7 +498,7 @@ def test_no_more_is_kept_of_weights_than_without(queue: cl.CommandQueue, layer: 
             loss = ag.sum(checkpoint(model, ag.tensor(x)))
             with handle.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
-                kept[checkpoint] = weights.nbytes
+                kept[checkpoint] = weight_cache.nbytes
     assert kept[amp.checkpoint] == kept[plainly]
 
 

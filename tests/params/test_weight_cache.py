@@ -25,8 +25,8 @@ from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.casting import policies
 from clamp.opencl.device import capabilities
-from clamp.params import weight_cache
-from clamp.params.weight_cache import WeightCache, weights
+from clamp.params import weight_cache as weight_cache_module
+from clamp.params.weight_cache import WeightCache, weight_cache
 from tests.reference import to_device, to_numpy
 
 
@@ -92,14 +92,14 @@ def test_tensors_may_die_while_a_write_looks_for_its_entries(
     tensors = [Parameter.from_host(queue, np.ones(3, np.float32)) for _ in range(4)]
     for tensor in tensors:
         values.get(tensor, "kind", lambda _: "value")
-    compare = weight_cache._shares_memory
+    compare = weight_cache_module._shares_memory
 
     def compare_as_others_die(ours: object, written: object) -> bool:
         del tensors[1:-1]
         gc.collect()
         return compare(ours, written)
 
-    monkeypatch.setattr(weight_cache, "_shares_memory", compare_as_others_die)
+    monkeypatch.setattr(weight_cache_module, "_shares_memory", compare_as_others_die)
     del tensor
     values.drop_buffer(tensors[0].buffer)
     assert len(values) == 1
@@ -110,7 +110,7 @@ def test_tensors_may_die_while_a_write_looks_for_its_entries(
 def test_a_write_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, write: str) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
     assert output(weight) == 4.0
-    assert len(weights) == 1
+    assert len(weight_cache) == 1
     WRITES[write](weight)
     assert output(weight) == 8.0
 
@@ -161,9 +161,9 @@ def test_a_step_after_an_evaluation_reads_what_was_written_unseen(
     for _ in range(2):
         for weight in params:
             assert to_numpy(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)).value)[0, 0] == 8.0
-    assert len(weights) == 2, "copies of a step are kept"
+    assert len(weight_cache) == 2, "copies of a step are kept"
     assert output(params[0]) == 8.0
-    assert len(weights) == 2, "an evaluation uses them"
+    assert len(weight_cache) == 2, "an evaluation uses them"
 
 
 def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
@@ -171,20 +171,20 @@ def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.Amp
     with amp.autocast():
         with amp.autocast():
             output(weight)
-        assert len(weights) == 1
-    assert len(weights) == 0
+        assert len(weight_cache) == 1
+    assert len(weight_cache) == 0
     x = ag.tensor(to_device(queue, np.ones((1, 4))))
     loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
     with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
         scaled_loss.backward()
-    assert len(weights) == 0
+    assert len(weight_cache) == 0
 
 
 def test_caching_can_be_turned_off(queue: cl.CommandQueue) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
     with amp.init(enable_caching=False):
         output(weight)
-        assert len(weights) == 0
+        assert len(weight_cache) == 0
 
 
 def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue) -> None:
@@ -289,7 +289,7 @@ def test_what_is_no_weight_is_read_anew_at_every_use(
     for value in (1.0, 2.0, 3.0):
         cl.enqueue_copy(queue, x.buffer, np.full((1, 4), value, np.float32))
         np.testing.assert_array_equal(to_numpy(read(x)), np.full((1, 4), value))
-    assert not any(weights.known(x, ("cast", dtype)) for dtype in ("float16", "bfloat16", "float32"))
+    assert not any(weight_cache.known(x, ("cast", dtype)) for dtype in ("float16", "bfloat16", "float32"))
 
 
 @pytest.mark.parametrize("shape", [(8, 2), [8, 2]])

@@ -18,8 +18,8 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import built_programs
-from clamp.params import weight_cache
-from clamp.params.weight_cache import weights
+from clamp.params import weight_cache as weight_cache_module
+from clamp.params.weight_cache import weight_cache
 from tests.networks import LOSS_FACTOR, batch, mlp, step
 from tests.reference import quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS
@@ -40,7 +40,7 @@ def products(queue: cl.CommandQueue, params: list[Parameter]) -> list[float]:
 
 def launched_casts(queue: cl.CommandQueue, params: list[Parameter]) -> int:
     """Launches that cast weights, in an iteration that reads these in this order."""
-    weights.clear()
+    weight_cache.clear()
     with counted_launches() as names:
         found = products(queue, params)
     assert found == [4.0 * (index + 1) for index in map(value_of, params)]
@@ -62,12 +62,12 @@ def test_weights_that_follow_one_another_are_cast_together(queue: cl.CommandQueu
 
 
 def test_few_weights_are_remembered_that_came_first(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cache, "_MOST", 2)
+    monkeypatch.setattr(weight_cache_module, "_MOST", 2)
     params = parameters(queue, 4)
     with amp.init():
         for param in params:
             launched_casts(queue, [param])
-            assert len(weight_cache._followers) <= 2
+            assert len(weight_cache_module._followers) <= 2
 
 
 def test_a_weight_that_is_passed_over_does_not_come_along_again(queue: cl.CommandQueue) -> None:
@@ -75,9 +75,9 @@ def test_a_weight_that_is_passed_over_does_not_come_along_again(queue: cl.Comman
     with amp.init():
         launched_casts(queue, params)
         assert launched_casts(queue, params[:2]) == 1
-        held = weights.nbytes
+        held = weight_cache.nbytes
         assert launched_casts(queue, params[:2]) == 1
-        assert weights.nbytes == held - 2 * 32
+        assert weight_cache.nbytes == held - 2 * 32
         assert launched_casts(queue, params) == 3
 
 
@@ -87,20 +87,20 @@ def test_only_what_followed_this_weight_comes_along(queue: cl.CommandQueue, agai
     with amp.init():
         launched_casts(queue, params)
         launched_casts(queue, params)
-        assert weights.nbytes == 2 * 32  # a copy that came along is kept once
+        assert weight_cache.nbytes == 2 * 32  # a copy that came along is kept once
         if again:
             gone = weakref.ref(parameters(queue, 1)[0])
             assert gone() is None
-            weight_cache._followers[id(first), "float16"] = [gone, weakref.ref(second)]
+            weight_cache_module._followers[id(first), "float16"] = [gone, weakref.ref(second)]
         launched_casts(queue, [first])
-        assert weights.nbytes == (1 if again else 2) * 32
+        assert weight_cache.nbytes == (1 if again else 2) * 32
 
 
 def test_a_weight_that_changes_after_it_came_along_is_cast_anew(queue: cl.CommandQueue) -> None:
     params = parameters(queue, 3)
     with amp.init():
         launched_casts(queue, params)
-        weights.clear()
+        weight_cache.clear()
         assert products(queue, params[:1]) == [4.0]
         params[1].write(np.full((1, 4, 4), 8.0, np.float32))
         other = to_device(queue, np.full((1, 4, 4), 16.0))
@@ -127,7 +127,7 @@ def test_a_queue_reads_no_copy_that_another_one_has_yet_to_make(queue: cl.Comman
         for turn in range(3):
             for param in params:
                 param.write(np.full((1, 4, 4), 2.0**turn, np.float32))
-            weights.clear()
+            weight_cache.clear()
             first = queues[order[0]]
             gate = cl.UserEvent(queue.context)
             cl.enqueue_barrier(first, wait_for=[gate] if turn else [])
@@ -152,11 +152,11 @@ def test_a_graph_of_an_earlier_iteration_keeps_its_values(
     with amp.init():
         x = to_device(queue, np.ones((*leading, 1, 4)), "float16")
         for _ in range(2):
-            weights.clear()
+            weight_cache.clear()
             earlier = output(x)
         for param in (first, second):
             param.write(np.zeros((*leading, 4, 4), np.float32))
-        weights.clear()
+        weight_cache.clear()
         output(to_device(queue, np.ones((*leading, 1, 4)), "float16"))
         earlier.backward()
     np.testing.assert_array_equal(to_numpy(x.grad), 4.0 * 4.0 * 1 * 2)
@@ -167,13 +167,13 @@ def test_a_small_product_makes_the_copy_that_others_read(queue: cl.CommandQueue)
     param = Parameter.from_host(queue, np.full((4, 4), 1 + 2.0**-12, np.float32))
     x = ag.tensor(to_device(queue, np.ones((2, 4)), "float16"), requires_grad=True)
     with amp.init():
-        weights.clear()
+        weight_cache.clear()
         with counted_launches() as names:
             results = [ag.matmul_op(x, ag.tensor(param, requires_grad=True)) for _ in range(2)]
-            held = weights.known(param, ("cast", "float16"))
+            held = weight_cache.known(param, ("cast", "float16"))
             ag.sum(results[0]).backward()
         assert names.count("copy") == (0 if capabilities(queue).is_cpu else 1)
-        assert weights.known(param, ("cast", "float16")) is held
+        assert weight_cache.known(param, ("cast", "float16")) is held
     np.testing.assert_array_equal(to_numpy(held), 1.0)
     np.testing.assert_array_equal(to_numpy(results[1].value), 4.0)
     np.testing.assert_array_equal(to_numpy(x.value.grad), 4.0)
@@ -200,10 +200,10 @@ def test_a_cast_is_reported_where_a_copy_is_used(queue: cl.CommandQueue, capsys:
     params = parameters(queue, 3)
     with amp.init(verbose=True):
         for _ in range(2):
-            weights.clear()
+            weight_cache.clear()
             products(queue, params)
             capsys.readouterr()
-        weights.clear()
+        weight_cache.clear()
         products(queue, params[:2])
         lines: list[Any] = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "bmm" in line].count("Float->Half (bmm)") >= 2
@@ -223,7 +223,7 @@ def test_copies_go_as_soon_as_backward_has_read_them(queue: cl.CommandQueue, spe
 
     def noting(node: Node) -> Node:
         def note(grad: Tensor) -> list[Tensor]:
-            seen.append(weights.nbytes)
+            seen.append(weight_cache.nbytes)
             return [grad]
 
         return Node(node.value, note, [node])
@@ -235,7 +235,7 @@ def test_copies_go_as_soon_as_backward_has_read_them(queue: cl.CommandQueue, spe
         for weight in chain:
             made = noting(ag.matmul_op(made, ag.tensor(weight)))
         loss = ag.sum(made)
-        assert weights.nbytes == 2 * copy
+        assert weight_cache.nbytes == 2 * copy
         with handle.scale_loss(loss, SGD([first, shared, last], lr=0.5)) as scaled_loss:
             scaled_loss.backward()
     assert seen == [2 * copy, copy, copy, 0]
@@ -263,7 +263,7 @@ def test_copies_go_where_no_other_backward_can_follow(queue: cl.CommandQueue, ca
 
     def noting(node: Node) -> Node:
         def note(grad: Tensor) -> list[Tensor]:
-            seen.append(weights.nbytes // (2 * width * width))
+            seen.append(weight_cache.nbytes // (2 * width * width))
             return [grad]
 
         return Node(node.value, note, [node])

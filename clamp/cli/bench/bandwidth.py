@@ -64,7 +64,7 @@ def _batch_norm_relu(x: Node, gamma: Node, beta: Node, mean: Node, variance: Nod
 
 def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
     """Forward and backward of every function, beside a copy of as many bytes."""
-    flush = _flush(queue)
+    flush = _cache_flush(queue)
     for work in works(images):
         for backward in (False, True):
             runs = [_contender(queue, work, dtype, backward, flush) for dtype in (None, *dtypes_of(queue))]
@@ -73,8 +73,8 @@ def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
             yield Case("bandwidth", f"{work.name} {direction}, {'x'.join(map(str, work.shape))}", "GB/s", contenders)
 
 
-def _flush(queue: cl.CommandQueue) -> Callable[[], object]:
-    """Leaves nothing in the caches that a call could use."""
+def _cache_flush(queue: cl.CommandQueue) -> Callable[[], object]:
+    """Returns a function that overwrites the caches of the device, so that what is timed next reads memory."""
     source = bridge.zeros(queue, (_FLUSHED_BYTES // 4,), "float32")
     return partial(cast_into, source, bridge.empty(queue, source.shape, "float16"))
 

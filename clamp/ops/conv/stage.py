@@ -47,8 +47,8 @@ class Source:
         return self.channels * self.shape.plane
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Sizes that every kernel is told: positions of all images, output channels of a group, steps, positions
-        of an image, a row of them, elements of an image and of a group."""
+        """Arguments of every kernel that reads a staged source, in order: positions of all images, output channels of
+        a group, steps, positions of an image, a row of them, elements of an image and of a group of the source."""
         image, group = self.groups * self.group_size, self.group_size
         return self.columns, rows, self.offsets.steps, self.shape.positions, *self.shape.row, image, group
 
