@@ -205,11 +205,32 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"an iterable of them, not \[\], which has none": lambda: amp.GradScaler().scale([]),
         r"load_state_dict takes the dict that .* returned, got 3": lambda: amp.GradScaler().load_state_dict(3),
         r"got the class SGD: make one of it": lambda: amp.decorate(model, SGD),
+        r"amp.init: enabled is 'bfloat16'; pass True or False": lambda: amp.init("bfloat16"),
+        r"amp.initialize: enabled is 'O2'": lambda: amp.initialize(model, None, "O2"),
+        r"amp.autocast\(dtype='bfloat16'\)": lambda: amp.autocast("bfloat16"),
     }
     for message, call in said.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call()
     assert session.active_handle() is None
+
+
+def test_an_error_shows_a_node_without_its_graph(queue: cl.CommandQueue) -> None:
+    node = ag.tensor(to_device(queue, np.ones((2, 3), np.float32)), requires_grad=True)
+    for _ in range(12):  # netcl's repr of a node doubles each time
+        node = ag.add(node, ag.relu(node))
+    handle = amp.init()
+    calls_with_it = [
+        lambda: handle.explain(node), lambda: amp.checkpoint(node), lambda: amp.half_function(node),
+        lambda: ag.permute(node, node), lambda: ag.clamp(node, min_val=[node], max_val=1.0),
+        lambda: handle.scalers[0].set_scale(node), lambda: amp.load_state_dict(node),
+    ]  # fmt: skip
+    for call in calls_with_it:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert len(str(caught.value)) < 400
+        assert "Node of shape (2, 3), float32" in str(caught.value)
+    handle.shutdown()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

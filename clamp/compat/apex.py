@@ -112,8 +112,8 @@ def initialize(
     Raises:
         RuntimeError: called a second time, with ``enabled=False`` too; an unknown level, or properties, or
             ``modules``, that contradict it.
-        TypeError: something is no model, or no optimizer, an optimizer cannot step parameters without fp32 masters, or
-            ``modules`` is no dict.
+        TypeError: ``enabled`` is a text, something is no model, or no optimizer, an optimizer cannot step parameters
+            without fp32 masters, or ``modules`` is no dict.
         ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
     """
     result = models if optimizers is None else (models, optimizers)

@@ -18,7 +18,7 @@ from clamp.casting.regions import process_region
 from clamp.compat.regions import ThreadRegion, switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceScaler, require_number, setting
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
-from clamp.ops.arguments import yes_or_no
+from clamp.ops.arguments import shown, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -126,7 +126,7 @@ def _layers(excluded: Any) -> list[Any]:
     items = list(excluded) if isinstance(excluded, list | tuple | set) else [excluded]
     for item in items:
         if not callable(getattr(item, "parameters", None)):
-            raise TypeError(f"excluded_layers takes layers or classes of layers, got {item!r}")
+            raise TypeError(f"excluded_layers takes layers or classes of layers, got {shown(item)}")
     return items
 
 

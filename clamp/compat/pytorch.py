@@ -15,7 +15,7 @@ from clamp.casting.policy_table import check_dtype
 from clamp.compat.regions import refuse_device
 from clamp.compat.scalers import FaceScaler, setting
 from clamp.functions.recompute import checkpointed
-from clamp.ops.arguments import yes_or_no
+from clamp.ops.arguments import shown, yes_or_no
 from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
 from clamp.scaling.manual import ManualScaling
 
@@ -101,7 +101,7 @@ class GradScaler(FaceScaler):
             return with_items(x, [self._scaled(item) for item in x])
         if isinstance(x, Iterable) and not isinstance(x, str | bytes | Mapping | np.ndarray):
             return map(self._scaled, x)
-        raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {x!r}")
+        raise ValueError(f"scale() takes a node, a tensor or an iterable of them, not {shown(x)}")
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step(*args, **kwargs)`` if all gradients are finite; unscales them unless that is done.
@@ -248,8 +248,8 @@ def checkpoint(
     """
     if not callable(function) or runs_later(function):
         raise TypeError(
-            f"amp.checkpoint takes a function and its arguments, amp.checkpoint(block, x), got {function!r}: pass the "
-            "function itself, not what it returns, and none whose body runs later, a generator or coroutine"
+            f"amp.checkpoint takes a function and its arguments, amp.checkpoint(block, x), got {shown(function)}: pass "
+            "the function itself, not what it returns, and none whose body runs later, a generator or coroutine"
         )
     session.ensure_patched()
     return checkpointed(function, args, kwargs)

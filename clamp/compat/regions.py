@@ -104,6 +104,8 @@ class autocast(ThreadRegion):
         cache_enabled: Caching | None = None,
         device_type: None = None,
     ) -> None:
+        if bridge.dtype_name(enabled) in AMP_DTYPES:
+            raise TypeError(f"amp.autocast takes the dtype by name: amp.autocast(dtype={enabled!r})")
         is_device = isinstance(enabled, str) and enabled.lower() not in ("true", "false")
         refuse_device("autocast", enabled if is_device else device_type)
         changes: dict[str, Any] = {"enabled": switch(enabled, "amp.autocast", "enabled")}

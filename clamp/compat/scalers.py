@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from clamp import session
+from clamp.ops.arguments import shown
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, LossScale, require_state
 from clamp.scaling.manual import ManualScaling
@@ -20,7 +21,7 @@ from clamp.scaling.step_report import History
 def require_number(name: str, value: Any) -> None:
     """Raises ValueError for True and False, which Python takes for 1 and 0."""
     if isinstance(value, bool | np.bool_):
-        raise ValueError(f"{name} must be a number, not {value!r}")
+        raise ValueError(f"{name} must be a number, not {shown(value)}")
 
 
 #: PyTorch's and Paddle's names of a rule's fields.

@@ -12,6 +12,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager, undoing
+from clamp.ops.arguments import shown
 from clamp.params import masters
 from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weight_cache
@@ -39,8 +40,8 @@ def check_step(step: Any, call: str, does: str = "does what one step of the loop
     """
     if not callable(step):
         raise TypeError(
-            f"{call} takes a function that {does}, got {step!r}, which is a "
-            f"{type(step).__name__}: pass the function itself, {call}(step), not what it returns, {call}(step())"
+            f"{call} takes a function that {does}, got {shown(step)}: "
+            f"pass the function itself, {call}(step), not what it returns, {call}(step())"
         )
 
 

@@ -17,7 +17,7 @@ from clamp.casting.registry import implements
 from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
 from clamp.ops import depthwise
-from clamp.ops.arguments import whole_number
+from clamp.ops.arguments import shown, whole_number
 from clamp.ops.conv import Pair, Weights, Window
 from clamp.ops.elementwise import elementwise
 from clamp.ops.reduce_to_shape import sum_channels
@@ -171,7 +171,9 @@ def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: in
 def _pair(name: str, what: str, number: Number, least: int) -> Pair:
     pair = tuple(number) if isinstance(number, Sequence) else (number, number)
     if len(pair) != 2:
-        raise ValueError(f"{name}: {what} is {number!r}; it must be a whole number from {least} on, or two of them")
+        raise ValueError(
+            f"{name}: {what} is {shown(number)}; it must be a whole number from {least} on, or two of them"
+        )
     first, second = (whole_number(name, what, n, least, "one for both directions, or two") for n in pair)
     return first, second
 

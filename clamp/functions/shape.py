@@ -13,7 +13,7 @@ from clamp.casting.registry import implements
 from clamp.functions.recompute import computed
 from clamp.ops import concat
 from clamp.ops import shape as ops
-from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.arguments import axis_of, shown, whole_number
 from clamp.ops.cast import cast
 
 
@@ -37,10 +37,10 @@ def shape_of(x: Any) -> tuple[int, ...]:
 
 def _whole_numbers(name: str, argument: str, given: Any, least: int | None = None) -> tuple[int, ...]:
     if not isinstance(given, Iterable) or isinstance(given, str):
-        raise TypeError(f"{name}: {argument} is {given!r}; pass a tuple of whole numbers")
+        raise TypeError(f"{name}: {argument} is {shown(given)}; pass a tuple of whole numbers")
     given = tuple(given)
     what = f"an extent of {argument}" if argument == "shape" else f"an axis of {argument}"
-    return tuple(whole_number(name, f"{what} {given}", one, least) for one in given)
+    return tuple(whole_number(name, f"{what} {shown(given)}", one, least) for one in given)
 
 
 def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from clamp.ops import grid as grid_ops
 from clamp.ops import pad as pad_ops
 from clamp.ops import pool as pool_ops
 from clamp.ops import upsample as upsample_ops
-from clamp.ops.arguments import number, whole_number
+from clamp.ops.arguments import number, shown, whole_number
 from clamp.ops.cast import cast
 from clamp.ops.reduce import reduce_sum
 
@@ -201,7 +201,7 @@ def _both(argument: str, given: Any) -> tuple[Any, Any]:
     if np.ndim(given) == 0:
         return given, given
     if np.shape(given) != (2,):
-        raise ValueError(f"upsample: {argument} is {given!r}; pass one number, or two: down and across")
+        raise ValueError(f"upsample: {argument} is {shown(given)}; pass one number, or two: down and across")
     return given[0], given[1]
 
 

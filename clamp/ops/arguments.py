@@ -20,7 +20,23 @@ from typing import Any
 import numpy as np
 
 from clamp import bridge
-from clamp.bridge import Tensor
+from clamp.bridge import Node, Tensor
+
+
+def shown(x: object) -> str:
+    """Returns a value as messages show it: nodes and tensors, in containers too, by shape and dtype.
+
+    netcl's repr of a node has its whole graph, once for each path through it: gigabytes after 20 residual blocks.
+    """
+    value = x.value if isinstance(x, Node) else x
+    if isinstance(value, Tensor):
+        return f"<{type(x).__name__} of shape {tuple(value.shape)}, {value.dtype}>"
+    if isinstance(x, dict):
+        return f"{{{', '.join(f'{key!r}: {shown(item)}' for key, item in x.items())}}}"[:200]
+    if isinstance(x, list | tuple):
+        left, right = "()" if isinstance(x, tuple) else "[]"
+        return f"{left}{', '.join(map(shown, x))}{right}"[:200]
+    return f"{x!r:.80}"
 
 
 def _alone(value: Any) -> Any:
@@ -41,7 +57,7 @@ def whole_number(function: str, argument: str, value: Any, least: int | None = N
         ValueError: it is no whole number, or too small.
     """
     wanted = "a whole number" if least is None else f"a whole number from {least} on"
-    message = f"{function}: {argument} is {value!r}; it must be {wanted}" + (f": {instead}" if instead else "")
+    message = f"{function}: {argument} is {shown(value)}; it must be {wanted}" + (f": {instead}" if instead else "")
     value = _alone(value)
     if not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(message)
@@ -64,7 +80,7 @@ def number(function: str, argument: str, value: Any) -> float:
         return saturated(value, "float32")
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"{function}: {argument} is {value!r:.80}; it must be a number")
+    raise TypeError(f"{function}: {argument} is {shown(value)}; it must be a number")
 
 
 def yes_or_no(function: str, argument: str, value: Any) -> bool:
@@ -75,7 +91,7 @@ def yes_or_no(function: str, argument: str, value: Any) -> bool:
     """
     value = _alone(value)
     if value is not None and not isinstance(value, int | np.integer | np.bool_):
-        raise TypeError(f"{function}: {argument} is {value!r:.80}; pass True or False")
+        raise TypeError(f"{function}: {argument} is {shown(value)}; pass True or False")
     return bool(value)
 
 

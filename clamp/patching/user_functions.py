@@ -23,6 +23,7 @@ from clamp.casting.arguments import CastArguments, reporter
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import called_in, casting_region, in_region
 from clamp.interrupts import Managed
+from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
 from clamp.patching.wrap import user_wrapper
 
@@ -61,7 +62,9 @@ def require_function(
         late: when the body of a generator or coroutine runs, and what to do.
     """
     if not callable(function) and not isinstance(function, classmethod | staticmethod):
-        raise TypeError(f"{decorator} decorates a function, got {function!r}: put it above a def, or pass a function")
+        raise TypeError(
+            f"{decorator} decorates a function, got {shown(function)}: put it above a def, or pass a function"
+        )
     if runs_later(function):
         name = getattr(function, "__qualname__", repr(function))
         raise TypeError(
@@ -229,9 +232,9 @@ def registration_of(module: Any, name: str, policy: CastPolicy | str) -> Registr
     if isinstance(module, str):
         raise ValueError(f"pass the module itself, not its name {module!r}")
     if not isinstance(module, types.ModuleType | type):
-        raise TypeError(f"pass the module or class that has the function, and the function's name, not {module!r}")
+        raise TypeError(f"pass the module or class that has the function, and the function's name, not {shown(module)}")
     if not isinstance(name, str):
-        raise TypeError(f"pass the name of a function of {module.__name__}, a text, not {name!r}")
+        raise TypeError(f"pass the name of a function of {module.__name__}, a text, not {shown(name)}")
     if not callable(vars(module).get(name)) and not callable(getattr(module, name, None)):
         where = getattr(module, "__name__", repr(module))
         raise ValueError(f"No function named {name} in module {where}")

@@ -33,6 +33,7 @@ from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
 from clamp.functions.recompute import is_checkpointed
 from clamp.opencl.host_steps import recorder
+from clamp.ops.arguments import shown
 from clamp.scaling.step_report import warn_user
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -265,7 +266,7 @@ def _refuse_no_tensor(entry: Entry, error: AttributeError) -> None:
     for kind, words, wanted in _MISTAKEN:
         if isinstance(error.obj, kind):
             raise TypeError(f"{entry.function} was given {words} where it takes a {wanted}") from error
-    raise TypeError(f"{entry.function} was given {error.obj!r} where it takes a node or a tensor") from error
+    raise TypeError(f"{entry.function} was given {shown(error.obj)} where it takes a node or a tensor") from error
 
 
 _MISTAKEN: tuple[tuple[type, str, str], ...] = (

@@ -29,6 +29,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
@@ -46,7 +47,7 @@ def positive(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         rounded = 0.0
     if isinstance(value, str) or not 0 < rounded <= LARGEST:
-        raise ValueError(f"{name} must be a finite positive number, not {value!r}")
+        raise ValueError(f"{name} must be a finite positive number, not {shown(value)}")
     return rounded
 
 
@@ -57,7 +58,7 @@ def count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
     except TypeError:
         number = least - 1
     if not least <= number <= most:
-        raise ValueError(f"{name} must be an integer from {least} to {most}, not {value!r}")
+        raise ValueError(f"{name} must be an integer from {least} to {most}, not {shown(value)}")
     return number
 
 
@@ -92,7 +93,7 @@ def _parse_state(state: Mapping[str, Any]) -> ScaleState:
 def require_state(state: Any, made_by: str) -> None:
     """Raises TypeError for what no ``load_state_dict`` can load: it is no dict."""
     if not isinstance(state, Mapping):
-        raise TypeError(f"load_state_dict takes the dict that {made_by} returned, got {state!r}")
+        raise TypeError(f"load_state_dict takes the dict that {made_by} returned, got {shown(state)}")
 
 
 class LossScale(bridge.Listed):
