@@ -289,8 +289,8 @@ class Late(_WithoutMemory):
         return self._made[0].buffer
 
 
-class LetGo(_WithoutMemory):
-    """What stands in a graph for a computed tensor that nobody reads any more."""
+class Freed(_WithoutMemory):
+    """Placeholder in a graph for a computed tensor whose memory has been freed: its shape and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -300,8 +300,8 @@ class LetGo(_WithoutMemory):
     def buffer(self) -> Any:
         """Raises RuntimeError: its memory is gone."""
         raise RuntimeError(
-            f"the value of a computed node, {self.dtype} of shape {tuple(self.shape)}, was let go: no backward reads "
-            "it, and nobody but the graph held the node. Hold the node (or its value) in a variable from the forward "
+            f"the value of a computed node, {self.dtype} of shape {tuple(self.shape)}, has been freed: backward does "
+            "not need it, and no variable held the node. Keep the node (or its value) in a variable from the forward "
             "on, or record the forward on a tape that keeps everything, ag.Tape(retain_grads=True)"
         )
 

@@ -277,7 +277,9 @@ def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
         RuntimeError: regions are changed already.
     """
     if _change is not None:
-        raise RuntimeError("a run that is compared with others cannot compare runs itself")
+        raise RuntimeError(
+            "a function that is being compared or bisected called compare_accuracy or bisect itself: call it outside"
+        )
     try:
         try:
             _change_by(change)

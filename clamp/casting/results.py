@@ -195,7 +195,7 @@ class _Results:
             for node in bridge.in_order(loss):  # those that a user made by hand have passed nowhere
                 if not node.parents or hasattr(node, "is_observed"):
                     continue
-                if not any(isinstance(x.value, bridge.LetGo) for x in (node, *node.parents)):
+                if not any(isinstance(x.value, bridge.Freed) for x in (node, *node.parents)):
                     self._seen(node, node.parents)
         with untold():
             run(loss, grad)

@@ -236,9 +236,9 @@ class _Passes:
         if not optimizers:
             require_graph(loss)
             raise RuntimeError(
-                "no optimizer is there that has a parameter which this loss reaches, so that `python -m clamp run` "
-                "cannot tell whose step an overflow is to skip. Make it before the first backward; or write the two "
-                f"lines, and run the script by python alone:\n{_TWO_LINES}"
+                "no optimizer has a parameter that this loss reaches, so that `python -m clamp run` cannot tell whose "
+                "step an overflow must skip. Make the optimizer before the first backward; or write the two lines, and "
+                f"run the script with python alone:\n{_TWO_LINES}"
             )
         with self._handle.scale_loss(loss, optimizers) as scaled_loss:
             return run(scaled_loss, *args, **kwargs)

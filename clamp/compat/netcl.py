@@ -132,9 +132,9 @@ def _note_stuck(scaler: Any, found_inf: bool) -> None:
     _known[id(scaler)].stuck = scaler.scale, count
     if count == StepGuards.max_skips_at_floor:
         warn_user(
-            f"unscale_grads() met inf or nan {count} times in a row, and nobody lowers the scale of {scaler.scale:g}: "
-            "call scaler.step(optimizer, params) for such gradients, too, which makes no step and lowers it. "
-            "scaler.update() does nothing"
+            f"unscale_grads() met inf or nan {count} times in a row, at the scale {scaler.scale:g}, which "
+            "nothing has lowered: call scaler.step(optimizer, params) for such gradients as well, which skips the step "
+            "and lowers the scale. scaler.update() does nothing"
         )
 
 

@@ -83,7 +83,8 @@ def conv_transpose2d(
     image = window.transposed_output(_pair("conv_transpose2d", "x", xo.shape[2:], 0), extent)
     if min(*image, *xo.shape[2:]) < 1:
         raise ValueError(
-            f"conv_transpose2d: x {xo.shape} with w {wo.shape} and pad {pad} leaves no pixel, or has none: {image}"
+            f"conv_transpose2d: x {xo.shape} with w {wo.shape} and pad {pad} gives an output of {image} pixels; pass a "
+            "smaller pad, and an x that is not empty"
         )
     out = ops.conv2d_input_grad(
         xo.value, _weights(wo, window, transposed=True), image, window,

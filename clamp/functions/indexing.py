@@ -73,8 +73,7 @@ def host_integers(name: str, numbers: Any) -> Any:
             raise TypeError(f"{name} was given {numbers!r:.80} where it takes whole numbers") from error
         raise NotOwned from None  # a tracer's value: netcl's own function judges
     if given.dtype.kind in "fu" and (wrong := given[given != whole]).size:
-        what = "an index, or the number of a class"
-        raise ValueError(f"{name}: {wrong[0]} stands where only whole numbers may, and those of int64: {what}")
+        raise ValueError(f"{name}: indices and class labels must be whole numbers that int64 holds, got {wrong[0]}")
     return whole.ravel()
 
 

@@ -347,14 +347,14 @@ def _listed(kinds: Any) -> str:
 
 def _not_returned(grad: Tensor) -> list[Tensor | None]:
     raise RuntimeError(
-        f"backward has come to a node of shape {tuple(grad.shape)} that a checkpointed function computed and did not "
-        "return, but kept (in an attribute, a list, an object): what it was computed from is gone. Return it with the "
-        "others, in a tuple, dict or dataclass."
+        f"backward reached a node of shape {tuple(grad.shape)} that a checkpointed function did not return, but stored "
+        "elsewhere (in an attribute, a list, an object): its graph has been freed. Return it with the other results, "
+        "in a tuple, dict or dataclass."
     )
 
 
 def _differs(what: str) -> Any:
     raise RuntimeError(
         f"a checkpointed function, run again in backward, {what}: it must compute the same whenever it is called with "
-        "the same arguments. Take what changes (a counter, a batch drawn inside) out of it and pass it in."
+        "the same arguments. Pass whatever changes (a counter, a batch) as an argument."
     )

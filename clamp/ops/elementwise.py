@@ -227,7 +227,7 @@ def _repeats(x: Tensor, mask: Tensor) -> int:
     if own != last and len(own) == len(last) and all(m in (1, n) for m, n in zip(own, last, strict=True)):
         raise ValueError(
             f"masked_fill: a mask of shape {tuple(mask.shape)} for a tensor of shape {tuple(x.shape)}: netcl does not "
-            "broadcast it, but repeats its elements as they lie in memory; pass a mask of all extents, or "
+            "broadcast it, but repeats its elements in memory order; pass a mask of the full shape, or "
             "ag.where(mask, fill, x), which broadcasts"
         )
     return x.size // mask.size

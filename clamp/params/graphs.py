@@ -130,10 +130,10 @@ def _let_go(over: _Backward) -> None:
 
 def _gone(grad: Tensor) -> list[Tensor | None]:
     raise RuntimeError(
-        f"backward has come to a node of shape {tuple(grad.shape)} whose graph was let go: an optimizer has stepped "
-        "with the gradients of an earlier backward through it. Where a graph is used again after the step, write "
-        "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before it; else "
-        "compute the loss anew, or go on from a value: ag.tensor(node.value)"
+        f"backward reached a node of shape {tuple(grad.shape)} whose graph has been freed: an optimizer has stepped "
+        "with the gradients of an earlier backward through it. To run backward through it again after that step, write "
+        "loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the backward before the step; "
+        "otherwise compute the loss again, or continue from a value: ag.tensor(node.value)"
     )
 
 
@@ -173,9 +173,9 @@ def backward_begins(computed: Iterable[Node], leaves: Iterable[Node], cut: Itera
     for node in cut:
         if node.op_name == ENDED:
             raise RuntimeError(
-                f"backward has come to what a recorded function returned, of shape {tuple(node.shape)}: it has no "
-                "graph, and what it was computed from would not be trained. Put backward into the function, or do not "
-                "record it (amp.record); what is meant as a constant is ag.tensor(node.value)"
+                f"backward reached the result of a recorded function, of shape {tuple(node.shape)}, which has no "
+                "graph: the parameters that it was computed from would get no gradient. Call backward inside the "
+                "function, or do not record it (amp.record); to use the result as a constant pass ag.tensor(node.value)"
             )
 
 
@@ -282,7 +282,7 @@ def _look(tape: Tape | None, watched: bool) -> None:
         node = nodes.pop()
         value = node.value
         # Whose value others hold, gradient functions before all, would only seem to go.
-        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.LetGo):
+        if getrefcount(value) - _OWN > 1 or isinstance(value, bridge.Freed):
             continue
         if watched and not all(hasattr(x, "is_observed") for x in (node, *bridge.children([node]))):
             continue
@@ -291,7 +291,7 @@ def _look(tape: Tape | None, watched: bool) -> None:
         ):
             _waiting.nodes[id(node)] = weakref.ref(node)
             continue
-        node.value = bridge.LetGo(value)
+        node.value = bridge.Freed(value)
         if bridge.base_of(value) is not None:  # who has its memory may have been passed by
             value = None
             nodes += [x for x in node.parents if x.parents and not any(x is other for other in nodes)]

@@ -50,15 +50,15 @@ _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary
 
 
 _NOT_IN_ONE_LAUNCH = (
-    "{0}.step() is not one that clamp makes in a launch over all parameters, and netcl's own knows nothing of {1}: "
+    "{0}.step() cannot be made by clamp's kernel for all parameters, and netcl's own step does not support {1}: "
 )
 _WHAT_IT_TAKES = (
-    "the numbers of the optimizer are to be Python's (float(lr), not numpy.float64), and parameters and their float32 "
+    "pass the optimizer Python's numbers (float(lr), not numpy.float64), and keep parameters and their float32 "
     "gradients on one queue, each in memory of its own"
 )
 
 
-_DERIVED = "it is of a class derived from one whose steps clamp makes. Use that class itself"
+_DERIVED = "its class is derived from one that clamp supports. Use that class itself"
 
 
 class OptimizerStep:

@@ -94,8 +94,8 @@ class NotRetained:
     def __get__(self, node: Node | None, owner: type[Node]) -> None:
         if node is not None:
             warnings.warn(
-                "backward keeps the gradients of leaves: that of a computed node is gone as soon as it has been used. "
-                "Where it is looked at, run backward on a tape that keeps them, ag.Tape(retain_grads=True)",
+                "this node's .grad is None: backward keeps the gradients of leaves only, and this node was computed. "
+                "To read its gradient, record the forward on a tape that keeps them all, ag.Tape(retain_grads=True)",
                 UserWarning,
                 stacklevel=2,
             )
@@ -195,9 +195,9 @@ def _warn_of_dead_tapes(cut: list[Node]) -> None:
     """Says that parts of a loss were computed from what is trained, and have lost their graph."""
     if cut:
         warn_user(
-            f"backward has come to what {cut[0].op_name} gave, which has no graph any more: the tape that recorded it "
-            "is gone, and netcl cuts the graph with it. What it was computed from gets no gradient here. Keep "
-            "the tape until backward has run, or compute it without one; what is meant as a constant is "
+            f"backward reached the result of {cut[0].op_name}, which has no graph any more: the tape that recorded it "
+            "is gone, and netcl frees the graph with it. The parameters that it was computed from get no gradient "
+            "here. Keep the tape until backward has run, or compute it without one; to use it as a constant pass "
             "ag.tensor(node.value)"
         )
 

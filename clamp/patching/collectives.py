@@ -102,7 +102,7 @@ def _gradients(param_replicas: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]
         if len({scale_of(param.grad) is None for param in params}) > 1:
             raise RuntimeError(
                 f"sync_grads: the gradient of parameter {index} is multiplied by a loss scale on some replicas and not "
-                "on others, so that no mean is right: end every `with handle.scale_loss(...)` first"
+                "on others, so that they cannot be averaged: end every `with handle.scale_loss(...)` first"
             )
     return [[param.grad for param in replica] for replica in param_replicas if replica]
 

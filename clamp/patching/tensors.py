@@ -144,8 +144,8 @@ def _meets_host(tensor: Tensor, what: str) -> None:
     if not scale.state.is_told_of and is_called_by_user():
         scale.state.is_told_of = True
         warn_user(
-            f"a gradient was {what} on the host while it is still multiplied by the loss scale, as its norm is, and as "
-            "bounds on it would have to be: do that after `with handle.scale_loss(...)`, before the step"
+            f"a gradient was {what} on the host while it is still multiplied by the loss scale, so that its values and "
+            "its norm are that many times too large: do that after `with handle.scale_loss(...)`, before the step"
         )
 
 

@@ -148,7 +148,9 @@ class Ranks:
             refuse("An average of gradients over ranks began", "Run such a step eagerly: a replay would meet nobody.")
             yield
             if self._meeting.is_open(begun):
-                raise RuntimeError("a pass has ended without the average over the ranks, for which they wait")
+                raise RuntimeError(
+                    "a pass ended on this rank without averaging its gradients, for which the other ranks wait"
+                )
         except BaseException as error:
             self._meeting.failed(error, begun)
             raise

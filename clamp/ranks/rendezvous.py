@@ -207,7 +207,7 @@ class Meeting:
 
     def _require_together(self) -> None:
         if self._parted:
-            raise RankError(f"the ranks have parted: {self._parted}")
+            raise RankError(f"the ranks no longer do the same passes: {self._parted}")
 
     # ------------------------------------------------------------------------------------------ end
 

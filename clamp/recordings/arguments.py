@@ -164,4 +164,8 @@ def what_differs(last: Key, now: Key) -> str:
     if last[0] != now[0]:
         return "the region around the call changes"
     changed = [new[0] for old, new in zip(last[1], now[1], strict=False) if old != new]
-    return f"{changed[0]} is another, or has another shape" if changed else "there are more or fewer arguments"
+    return (
+        f"{changed[0]} is another object, or has another shape or dtype"
+        if changed
+        else "there are more or fewer arguments"
+    )

@@ -157,7 +157,7 @@ class _Recording:
         """Runs those from one position to another once more."""
         launches = self._launches
         if len(launches) < end:
-            raise RuntimeError("a part of a recording was to be repeated that is gone")
+            raise RuntimeError("the launches of the backward to repeat are no longer in the recording")
         for launch in launches[begin:end]:
             launch.kernel(launch.queue, launch.global_size, launch.local_size, *launch.args)
 
@@ -315,7 +315,7 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
     if recording is None:
         if getattr(instance, "_clamp_left", False):
             raise RuntimeError(
-                "this recording was dropped where another began, or the host read: it was taken for left"
+                "this recording was given up before its end: another recording began, or a tensor was read to the host"
             )
         return wrapped()
     try:

@@ -165,7 +165,7 @@ class RecordedFunction:
     def _say(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            warn_user(f"{self._code} runs as it is, which is right and slower than a replay: {why}")
+            warn_user(f"{self._code} runs without a recording, correct but slower than a replay: {why}")
 
     # ------------------------------------------------------------------------------------------ running, recording
 

@@ -133,7 +133,7 @@ class Replayable:
         self._entered = [x for x in self._met if address_of(self._aliases[id(x)].buffer) in read]
         if any(gradient_marks.scale_of(self._aliases[id(x)]) is not None for x in self._entered):
             raise CannotReplay(
-                "it adds to gradients that are multiplied by a loss scale of before. Clear them first, "
+                "it adds to gradients that are still multiplied by an earlier loss scale. Clear them first, "
                 "optimizer.zero_grad(), or run the passes that add up in one call"
             )
 

@@ -162,9 +162,10 @@ class Variants:
         self._never = self._differed
         self._differed = True
         warn_user(
-            f"{self._name} was replayed in up to {recorded.calls // 2} calls as it does not run any more: {why}. "
-            f"Something that {self._code} reads has changed where no replay looks. It "
-            f"{'runs as it is from now on' if self._never else 'is recorded anew'}: pass what changes as an argument."
+            f"{self._name} computes something else now than its recording, which up to {recorded.calls // 2} calls "
+            f"have replayed: {why}. {self._code} reads something that has changed, and that replays cannot notice. "
+            f"{'It is not recorded any more' if self._never else 'It is recorded again'}: pass what changes as an "
+            "argument."
         )
 
     def runs_always(self, key: Key) -> bool:
@@ -222,9 +223,9 @@ class Variants:
             return
         self._warned = True
         warn_user(
-            f"{self._name} does not get to replay what it recorded: {why or 'its inputs'}, call after call. It runs "
-            f"{self._code} as it is instead, which is right and slower. Pass what changes as a tensor, and keep what "
-            f"{self._code} does not need out of it."
+            f"{self._name} is recorded again and again, but not replayed: in each call {why or 'its inputs change'}. "
+            f"From now on {self._code} runs without a recording: correct, but slower. Pass what changes as a tensor, "
+            f"and keep what {self._code} does not need out of it."
         )
 
 

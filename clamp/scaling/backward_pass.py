@@ -366,8 +366,8 @@ def unscale_gradients(
             scaler.told_of_plain = True
             warn_user(
                 "gradients of a loss that was not scaled are used as they are, not divided by the loss scale: run "
-                "backward from the scaled loss, for those below 6e-8 become zero where they come through float16. If "
-                "that loss was made of gradients of a scaled one, these are still multiplied: divide them by the scale"
+                "backward from the scaled loss, since gradients below 6e-8 become zero in float16. If that loss was "
+                "made of gradients of a scaled one, these are still multiplied: divide them by the scale"
             )
     for scaler, entries in zip(scalers, by_queue.values(), strict=True):
         true = unscale_all([grad for _, _, grad in entries], scaler, heard)

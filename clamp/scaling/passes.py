@@ -260,10 +260,10 @@ class PassScaling:
                 for x, name in zip(alone, bridge.parameter_names(alone), strict=True)
             ]
             warn_user(
-                f"the loss given to scale_loss(loss, optimizer) reaches what is trained and no optimizer has, "
-                f"{listed(names)}: it does not move. Give it to an optimizer and name that one "
-                "as well, or set requires_grad = False on it, unless you want its gradient only: that of a Parameter "
-                "stays multiplied by the loss scale, that of another tensor is divided"
+                f"the loss given to scale_loss(loss, optimizer) reaches tensors that require a gradient and that no "
+                f"optimizer steps: {listed(names)}. Give them to an optimizer and pass that "
+                "one as well, or set requires_grad = False. If you only want their gradients: those of Parameters stay "
+                "multiplied by the loss scale, those of other tensors are divided by it"
             )
 
     def wrap(self, optimizer: Any, num_loss: int) -> OptimWrapper:
@@ -314,15 +314,18 @@ class PassScaling:
             raise ValueError(f"the state has {unknown}; a state of amp has loss_scaler0, loss_scaler1, ...")
         if not state.keys() & scalers.keys():
             names = ", ".join(state), ", ".join(scalers)
-            raise ValueError(f"the state has {names[0]}, this handle has {names[1]}: nothing of it fits")
+            raise ValueError(
+                f"the state has {names[0]}, this handle has {names[1]}: load it after the same calls of init and "
+                "wrap_optimizer"
+            )
         self.restore({name: saved for name, saved in state.items() if name in scalers})
         if state.keys() != scalers.keys():
             kept = [name for name in scalers if name not in state]
             left = [name for name in state if name not in scalers]
             warn_user(
                 f"the state has {len(state)} loss scalers and this handle {len(scalers)}. "
-                f"As they were: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. A run continues "
-                "identically with the same num_losses, and the same optimizers wrapped before loading."
+                f"Unchanged here: {', '.join(kept) or 'none'}; not loaded: {', '.join(left) or 'none'}. For a run to "
+                "continue identically, pass the same num_losses and wrap the same optimizers before loading."
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -119,8 +119,8 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
         return scaler
     if any(node.loss_scale is not scaler for node in scaled):
         raise RuntimeError(
-            "this backward runs through losses of several loss scales, and no division would be right for the sum of "
-            "their gradients: run one backward for each, or scale the sum of the losses once"
+            "this backward runs through losses with different loss scales, so that their summed gradients cannot be "
+            "unscaled: run one backward for each, or scale the sum of the losses once"
         )
     above = set[int]()
     stack: list[Any] = [root]
@@ -131,8 +131,8 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
         above.add(id(node))
         if not node.parents and bridge.needs_grad(node):
             raise RuntimeError(
-                "a part of this loss is multiplied by the loss scale and a part is not, so that no division would be "
-                "right for its gradients: add the losses up first, and scale their sum"
+                "a part of this loss is multiplied by the loss scale and a part is not, so that its gradients cannot "
+                "be unscaled: add the losses up first, and scale their sum"
             )
         stack += node.parents
     inner = {id(node) for node in scaled}

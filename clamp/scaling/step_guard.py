@@ -342,9 +342,9 @@ class StepGuards(bridge.Listed):
             free = [1 << bit for bit in range(MAX_OPTIMIZERS) if 1 << bit not in used]
             if not free:
                 raise RuntimeError(
-                    f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, whose scales have one bit for each: "
-                    "let those go that have ended (del optimizer), or give parameters that are stepped together to one "
-                    "optimizer"
+                    f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, which has one overflow bit for each: "
+                    "delete those that are not used any more (del optimizer), or give parameters that are stepped "
+                    "together to one optimizer"
                 )
             guard.mask = free[0]
             _mark_plain_tensors(optimizer, params)

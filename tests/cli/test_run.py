@@ -408,13 +408,13 @@ def script_of(loop: str) -> str:
 @pytest.mark.parametrize(
     ("loop", "message"),
     [
-        ("loss_of().backward()", r"no optimizer is there .* write the two lines.*handle = amp.init\(\)"),
+        ("loss_of().backward()", r"no optimizer has a parameter .* write the two lines.*handle = amp.init\(\)"),
         (
             """
             loss_of().backward()
             optimizer = Adam(model.parameters())
             """,
-            "Make it before the first backward",
+            "Make the optimizer before the first backward",
         ),
         (
             """

@@ -444,13 +444,13 @@ def scales_now() -> list[tuple[float, int]]:
 
 def test_a_state_with_fewer_or_more_scalers_warns_and_loads_what_is_there(queue: cl.CommandQueue) -> None:
     initialize(mlp(queue, 4, 4), num_losses=2)
-    with pytest.warns(UserWarning, match=r"has 1 loss scalers and this handle 2\. As they were: loss_scaler1; not"):
+    with pytest.warns(UserWarning, match=r"has 1 loss scalers and this handle 2\. Unchanged here: loss_scaler1; not"):
         amp.load_state_dict(with_scales(512.0))
     assert scales_now() == [(512.0, 5), (2.0**16, 0)]
-    with pytest.warns(UserWarning, match=r"has 3 loss scalers .*As they were: none; not loaded: loss_scaler2\. "):
+    with pytest.warns(UserWarning, match=r"has 3 loss scalers .*Unchanged here: none; not loaded: loss_scaler2\. "):
         amp.load_state_dict(with_scales(64.0, 32.0, 16.0))
     assert scales_now() == [(64.0, 5), (32.0, 6)]
-    with pytest.warns(UserWarning, match=r"As they were: loss_scaler0; not loaded: none"):
+    with pytest.warns(UserWarning, match=r"Unchanged here: loss_scaler0; not loaded: none"):
         amp.load_state_dict({"loss_scaler1": {"loss_scale": 8.0, "unskipped": 1}})
     assert scales_now() == [(64.0, 5), (8.0, 1)], "by name"
 

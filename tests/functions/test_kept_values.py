@@ -120,7 +120,7 @@ def test_who_walks_a_graph_is_told_that_a_value_is_gone(queue: cl.CommandQueue) 
         loss.backward()
         node = loss.parents[0].parents[0].parents[0]
         assert (node.value.shape, node.value.dtype) == (SHAPE, "float32")
-        with pytest.raises(RuntimeError, match="Hold the node"):
+        with pytest.raises(RuntimeError, match="Keep the node"):
             node.value.to_host()
-        with pytest.raises(RuntimeError, match="Hold the node"):
+        with pytest.raises(RuntimeError, match="Keep the node"):
             ag.add(node, 1.0)

@@ -317,7 +317,7 @@ def test_a_step_that_only_netcl_could_make_raises(queue: cl.CommandQueue, keeps:
     with amp.init(dtype="bfloat16", level="O2") as handle:
         optimizer.lr = np.float64(0.1)
         before = bits_of(model)
-        with pytest.raises(TypeError, match=r"numbers of the optimizer are to be Python's \(float\(lr\)"):
+        with pytest.raises(TypeError, match=r"pass the optimizer Python's numbers \(float\(lr\)"):
             trained(handle, model, optimizer, range(1))
         assert bits_of(model) == before
 

@@ -404,7 +404,7 @@ def test_state_is_that_of_the_day(queue: cl.CommandQueue, name: str, how: str) -
     x = to_device(queue, X)
     want = run(CASES[name](), x, "eager")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* runs as it is", UserWarning)
+        warnings.filterwarnings("ignore", ".* runs without a recording", UserWarning)
         got = run(CASES[name](), x, how)
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
         np.testing.assert_array_equal(one, other, err_msg=f"call {number}")
@@ -444,7 +444,7 @@ def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, 
 
     recorded = amp.record(partial(lambda ask, x: ag.mul(x, ask()), lambda: seen.append(ask()) or seen[-1]))
     del seen[:]
-    with pytest.warns(UserWarning, match="runs as it is"):
+    with pytest.warns(UserWarning, match="runs without a recording"):
         got = [recorded(Node(value=x)).value.to_host() for _ in range(4)]
     assert len(seen) == 4
     for one, factor in zip(got, seen, strict=True):
@@ -540,7 +540,7 @@ def test_what_is_added_while_the_state_is_looked_at_ends_no_call(queue: cl.Comma
     recorded = amp.record(step)
     more = (read(),) if name == "argument" else ()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* runs as it is", UserWarning)
+        warnings.filterwarnings("ignore", ".* runs without a recording", UserWarning)
         for _ in range(4):
             with adding(add, every):
                 made = recorded(Node(value=x), *more)
@@ -612,9 +612,9 @@ def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQu
         warnings.simplefilter("error")
         for _ in range(2 + 3):  # run, recorded, replayed, compared, replayed
             np.testing.assert_array_equal(got(), want())
-        for value, then, calls in ((2.0, "is recorded anew", 2), (1.0, "runs as it is from now on", 4)):
+        for value, then, calls in ((2.0, "It is recorded again", 2), (1.0, "It is not recorded any more", 4)):
             hidden[0] = value
-            said = f"(?s)was replayed in up to {calls} calls as it .*(launch|returns).*{then}"
+            said = f"(?s)up to {calls} calls have replayed: .*(launch|returns).*{then}"
             with pytest.warns(UserWarning, match=said):
                 got_then = [got() for _ in range(8)]
             np.testing.assert_array_equal(got_then[-1], want())

@@ -241,7 +241,7 @@ def test_a_part_of_the_loss_that_has_lost_its_tape_is_named(task: Task, handle: 
     told = [str(one.message) for one in said if "the tape that recorded it is gone" in str(one.message)]
     assert (task.weight.grad is None) == (first is None)
     assert len(told) == (again in ("another tape of the name", "a function that returns"))
-    assert all("what matmul gave, which" in one for one in told)
+    assert all("the result of matmul, which" in one for one in told)
 
 
 @pytest.mark.parametrize("way", ["tape", "loss"])

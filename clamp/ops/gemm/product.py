@@ -114,7 +114,9 @@ def _product(
     assert isinstance(right, Matrix)
     chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
     if reads is not None and not _rounds(chosen):
-        raise ValueError(f"gemm: the engine {chosen.NAME} reads what lies there: cast a and b to {reads} first")
+        raise ValueError(
+            f"gemm: the engine {chosen.NAME} reads operands as they are stored: cast a and b to {reads} first"
+        )
     if key is not None and binds(chosen):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
         _bound.keep(key, (c.shape, launch))
