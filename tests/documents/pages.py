@@ -166,7 +166,7 @@ def golden(page: Ran, queue: cl.CommandQueue) -> None:
     options = ["-q", "-p", "clamp.pytest_plugin", "-p", "no:cacheprovider", "--rootdir", ".", "test_step.py"]
     options.append("--import-mode=importlib")  # the module of another device is in sys.modules
     with redirect_stdout(StringIO()) as printed:
-        assert main(["trace", "train.py", "-o", "golden/"]) == 0
+        assert main(["trace", "-o", "golden/", "train.py"]) == 0
         assert main(["compare", "golden/", "train.py"]) == 0
         assert [pytest.main([*options, *more]) for more in ([], ["--clamp-golden"], [])] == [1, 0, 0]
     assert "values are those of golden/" in printed.getvalue()
