@@ -148,8 +148,8 @@ def children(nodes: Iterable[Node]) -> list[Node]:
 
 
 def references(node: Node, tape: Tape | None) -> int:
-    """How many references to a computed node its graph holds: those of the nodes computed from it, of the operands that
-    their ``grad_fn`` names (an attribute), and of a tape."""
+    """Returns how many references to a computed node its graph holds: those of the nodes computed from it, of the
+    operands that their ``grad_fn`` names (an attribute), and of a tape."""
     count, counted = 0, list[int]()
     for child in children([node]):
         if id(child) in counted:  # it was computed from this one twice
@@ -275,7 +275,7 @@ def gradients_between(
 
 
 class _NoValue:
-    """What the engine reads of a node's value."""
+    """Stand-in for a node's value with what the engine reads of it."""
 
     def __init__(self, node: Node) -> None:
         self.queue, self.grad = node.value.queue, None

@@ -116,8 +116,8 @@ def _holders(tensor: Tensor) -> int:
 
 
 def free_memory() -> dict[Address, tuple[int, bool]]:
-    """What pools keep for whoever asks next: its bytes, and whether the pool is netcl's; else it is a recording's,
-    whose launches use it in each replay."""
+    """Returns the free memory of pools: its bytes, and whether the pool is netcl's; else it is a recording's, whose
+    launches use it in each replay."""
     found: dict[Address, tuple[int, bool]] = {}
     netcls = list(_PERSISTENT_POOLS.values())
     others = [pool for pool in instances_of(PersistentBufferPool) if all(pool is not one for one in netcls)]
@@ -131,7 +131,7 @@ def free_memory() -> dict[Address, tuple[int, bool]]:
 
 
 def free_bytes() -> int:
-    """How much netcl's pools keep for whoever asks next."""
+    """Returns the bytes that are free in netcl's pools."""
     return sum(
         pool.stats.bytes_cached + sum(array.nbytes for array in pool._svm_deferred)
         for pool in list(_PERSISTENT_POOLS.values())
@@ -192,7 +192,7 @@ def _memory_in(x: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _in_slots(x: Any) -> Iterator[Any]:
-    """What an object holds in slots. No property is asked: some compute what they are asked for."""
+    """Returns the values in an object's slots. No property is asked: some compute what they are asked for."""
     for cls in type(x).__mro__:
         for slot in vars(cls).values():
             if isinstance(slot, MemberDescriptorType):
@@ -201,7 +201,7 @@ def _in_slots(x: Any) -> Iterator[Any]:
 
 
 class PoolListener(Protocol):
-    """Who is told of what pools do."""
+    """Listener to what pools do."""
 
     def taken(self, handle: Any, nbytes: int) -> None:
         """Somebody has asked for so many bytes, and got a handle."""
@@ -215,7 +215,7 @@ _own: dict[str, Any] = {}  # netcl's functions, while somebody listens
 
 
 def listen_to_pools(listener: PoolListener) -> None:
-    """From now on ``listener`` is told of all pools, until ``hear_no_pools``."""
+    """Tells ``listener`` of all pools, until ``hear_no_pools``."""
     _listeners.append(listener)
     if isinstance(vars(PersistentBufferPool)["allocate"], wrapt.FunctionWrapper):
         return

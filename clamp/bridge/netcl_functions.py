@@ -49,7 +49,8 @@ def own_copy(function: FunctionType, scope: dict[str, Any] | None = None) -> Fun
 
 
 def is_netcls(function: object) -> bool:
-    """Whether netcl itself defines a function. (``functools.wraps`` copies module and name, so they do not tell.)"""
+    """Returns whether netcl itself defines a function. (``functools.wraps`` copies module and name, so they do not
+    tell.)"""
     return _package(function) == "netcl"
 
 

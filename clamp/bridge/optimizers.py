@@ -176,7 +176,7 @@ def add_missing_state(optimizer: Any) -> None:
 
 
 def _has_all(adamw: Any, params: Sequence[Tensor]) -> bool:
-    """Whether the moments that AdamW has, if any, are together, of these parameters in this order."""
+    """Returns whether the moments that AdamW has, if any, are together, of these parameters in this order."""
     fused = fused_state(adamw)
     if fused is None:
         return not adamw._m_buf

@@ -258,7 +258,7 @@ def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
 
 
 class _WithoutMemory(Tensor):  # type: ignore[misc]  # netcl has no types
-    """What can be known of a tensor without its memory.
+    """The shape and dtype of a tensor, without its memory.
 
     Args:
         like: a tensor on its queue; of its shape and dtype, if no others are given.

@@ -37,12 +37,14 @@ class Update:
 
 
 def is_netcls_step(step: Any) -> bool:
-    """Whether ``step`` is that of one of netcl's optimizers, bound to one or to an optimizer derived from it."""
+    """Returns whether ``step`` is that of one of netcl's optimizers, bound to one or to an optimizer derived from
+    it."""
     return id(getattr(step, "__code__", None)) in _STEPS
 
 
 def has_rule(optimizer: Any) -> bool:
-    """Whether ``next_update`` knows what an optimizer computes: not RMSProp, nor a class derived from netcl's."""
+    """Returns whether ``next_update`` knows what an optimizer computes: not RMSProp, nor a class derived from
+    netcl's."""
     return type(optimizer) in _UPDATES
 
 
@@ -52,8 +54,8 @@ def stepped(optimizer: Any) -> list[Tensor]:
 
 
 def can_update(param: Tensor) -> bool:
-    """Whether a parameter is what a step on the device takes: float32, on the device, without a link to a copy of it
-    that netcl's step would write."""
+    """Returns whether a parameter is what a step on the device takes: float32, on the device, without a link to a copy
+    of it that netcl's step would write."""
     return (
         isinstance(param, Tensor)
         and param.backend == "cl"
@@ -265,7 +267,7 @@ def add_rule(cls: type, update: Callable[[Any, Sequence[Tensor]], Update | None]
 
 
 def has_own_rule(optimizer: Any) -> bool:
-    """Whether an optimizer is one of clamp's own, or derived from one: netcl cannot make its steps."""
+    """Returns whether an optimizer is one of clamp's own, or derived from one: netcl cannot make its steps."""
     return isinstance(optimizer, tuple(_OWN_RULES))
 
 

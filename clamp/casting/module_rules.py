@@ -126,7 +126,7 @@ class ModuleRules:
         return self._by_rule(self._paths.known)
 
     def idle(self) -> str:
-        """What is to be said of rules that decide about no module; empty if there are none."""
+        """Returns the warning about rules that match no module; empty if there are none."""
         known = self._paths.known
         if all(self._by_rule(known).values()):
             return ""

@@ -89,7 +89,7 @@ class Operand:
         return self.value
 
     def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        """What is derived from the weight, packed panels say: the kept one, or ``make(weight)``."""
+        """Returns a value derived from the weight, such as packed panels: the cached one, or ``make(weight)``."""
         assert self.weight is not None
         return weight_cache.get(self.weight, kind, make)
 

@@ -56,7 +56,7 @@ class Float(Policy):
 
 
 class FloatSetDtype(Float):
-    """As Float, but an output dtype that the caller passes to a user's function is respected."""
+    """Like Float, but an output dtype that the caller passes to a user's function is respected."""
 
     @classmethod
     def target(cls, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -64,7 +64,7 @@ class FloatSetDtype(Float):
 
 
 class FloatAppendDtype(Float):
-    """As Float, but a user's function is told so by the argument ``dtype=``."""
+    """Like Float, but a user's function is told so by the argument ``dtype=``."""
 
     target = Policy.target
 
@@ -208,7 +208,7 @@ class WeightOperand(_LateOperand):
 
 
 class LastUseOperand(WeightOperand):
-    """As a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
+    """Like a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
     it: whatever backward has read it is the last."""
 
     __slots__ = ("_derived",)

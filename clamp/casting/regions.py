@@ -25,7 +25,7 @@ Caching: TypeAlias = bool | str  # whether 16-bit copies of weights are kept: Tr
 
 
 def check_caching(name: str, caching: Caching) -> Caching:
-    """What an argument of this name says of the copies of weights.
+    """Checks an argument about the copies of weights, and returns it.
 
     Raises:
         ValueError: it is a text other than ``"last_use"``.

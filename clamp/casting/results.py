@@ -128,14 +128,14 @@ class _Results:
         self._exchange()
 
     def attach(self, observer: Observer) -> None:
-        """From now on ``observer`` is told of every result, in every thread; a second call changes nothing."""
+        """Tells ``observer`` of every result, in every thread; a second call changes nothing."""
         if observer not in self.observers:
             self.observers += (observer,)
             self._exchange()
 
     @property
     def key(self) -> Hashable:
-        """Who is told, held by nobody. What was recorded for replay tells those that were there then: it is another
+        """The observers, weakly held. What was recorded for replay tells those that were there then: it is another
         recording for others."""
         return tuple(map(weakref.ref, self.observers))
 

@@ -154,9 +154,9 @@ def _array(archive: zipfile.ZipFile, name: str, most: int) -> Array:
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """What is raised inside says that this part of a file is damaged, unless it speaks of the file itself, or is none
-    of its: an error of the device, memory that is short, a warning that the caller has made an error, the caller's own
-    error, from the handler of a signal, say."""
+    """Makes errors raised inside say that this part of a file is damaged, unless it speaks of the file itself, or is
+    none of its: an error of the device, memory that is short, a warning that the caller has made an error, the caller's
+    own error, from the handler of a signal, say."""
     try:
         yield
     except (CheckpointError, cl.Error):

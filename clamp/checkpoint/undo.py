@@ -37,7 +37,7 @@ class Undo:
         self._keep(getattr(optimizer, "__dict__", None))
 
     def keep(self, put_back: Callable[[], Any]) -> None:
-        """What this puts back is about to be changed."""
+        """Notes how to put back a state that is about to be changed."""
         self._rest.append(put_back)
 
     def load_own(self, optimizer: Any, state: Any) -> None:

@@ -35,7 +35,8 @@ EXTRAS = ("rich",)  # packages of the extra "cli" that commands import
 
 
 class CommandError(Exception):
-    """What was asked for cannot be done, in words that `main` prints. ``status``: the command's exit status."""
+    """Raised where a command cannot do what was asked; `main` prints its text. ``status``: the command's exit
+    status."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

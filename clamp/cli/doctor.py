@@ -125,7 +125,8 @@ def _order(device: cl.Device) -> str:
 
 
 def _fate_of_a_context(device: cl.Device) -> str:
-    """Whether a queue keeps its context alive, tried in a process of its own: a driver may do more than refuse."""
+    """Returns whether a queue keeps its context alive, tried in a process of its own: a driver may do more than
+    refuse."""
     command = cache_writer.command(__name__, "drop_a_context", cache_writer.place_of(device))
     _, error = cache_writer.outcome(command, cache_writer.environment())
     if not error:

@@ -233,7 +233,7 @@ def _calls(layer: type, seen: set[type]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a function uses, and what that leads to."""
+    """Objects that a function uses, and those that they lead to."""
 
     files: set[str]  # names of kernel files
     modules: set[str]  # names of modules of clamp.ops
@@ -260,7 +260,7 @@ def reached(function: Callable[..., Any]) -> Reached:
 
 
 def _names_in(module: ModuleType) -> list[Any]:
-    """What the names in a module stand for, its tables and lists taken apart; in a package, without its modules."""
+    """Returns the values of a module's names, its tables and lists taken apart; in a package, without its modules."""
     is_package = hasattr(module, "__path__")
     found: list[Any] = [x for x in vars(module).values() if not (is_package and isinstance(x, ModuleType))]
     tables = [x.values() if isinstance(x, dict) else x for x in found if isinstance(x, dict | tuple)]
@@ -268,7 +268,8 @@ def _names_in(module: ModuleType) -> list[Any]:
 
 
 def on_device(found: Reached, queue: cl.CommandQueue, dtype: str) -> list[str]:
-    """What modules, or their packages, say of choices on the queue's device: some have ``on_device(queue, dtype)``."""
+    """Returns the choices of modules, or their packages, on the queue's device: some have ``on_device(queue,
+    dtype)``."""
     names = found.modules | {name.rpartition(".")[0] for name in found.modules}
     speakers = (getattr(sys.modules[name], "on_device", None) for name in sorted(names))
     return [speak(queue, dtype) for speak in speakers if speak is not None]

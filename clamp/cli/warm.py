@@ -42,7 +42,8 @@ _WIDTH = 60  # of macros in the list
 
 @dataclass(frozen=True)
 class Job:
-    """What one process compiles for: a network or a script, the dtype of `amp.init` (of a network), and a device."""
+    """Work of one process that compiles: a network or a script, the dtype of `amp.init` (of a network), and a
+    device."""
 
     model: str
     dtype: str | None
@@ -54,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program took: seconds of a processor's time, of which some to have its binary made and kept."""
+    """Cost of compiling a program: seconds of a processor's time, of which some to have its binary made and kept."""
 
     file: str
     macros: dict[str, Any]
@@ -103,7 +104,8 @@ def jobs_on(device: cl.Device, models: list[str]) -> list[Job]:
 
 @contextmanager
 def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
-    """Where the processes keep what they compile: the user's folders, or, to see what everything takes, empty ones."""
+    """Folders in which the processes keep what they compile: the user's folders, or, to see what everything takes,
+    empty ones."""
     environment = cache_writer.environment()
     if not anew:
         yield environment

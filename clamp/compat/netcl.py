@@ -246,7 +246,8 @@ _batches: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _asks_for_nothing(autocast: Any) -> bool:
-    """Whether this autocast, which is being entered, is a Trainer's own, switched off because nobody switched it on.
+    """Returns whether this autocast, which is being entered, is a Trainer's own, switched off because nobody switched
+    it on.
 
     Between the beginning of ``Trainer._forward`` and its ``with autocast(...)`` no code of the user's runs, so the
     first one entered is the Trainer's; one inside of the model or the loss is the user's, and means what it says.

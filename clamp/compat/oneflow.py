@@ -42,7 +42,7 @@ __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
 
 
 class GraphConfig:
-    """What ``graph.config`` sets."""
+    """Settings of a graph, ``graph.config``."""
 
     def __init__(self) -> None:
         self.amp: bool | None = None  # None: as it is around the call
@@ -135,7 +135,7 @@ class Graph:
         self._optimizers.append(optimizer)
 
     def set_grad_scaler(self, grad_scaler: GradScaler | StaticGradScaler | pytorch.GradScaler) -> None:
-        """How ``backward`` scales the loss; without it, it does not.
+        """Sets the scaler by which ``backward`` scales the loss; without one it does not.
 
         PyTorch's ``amp.GradScaler`` and the graph have one scale: the scaler shows it, saves and loads it. It falls
         as that scaler lets it, below 1 too; the graph updates it, so ``update()`` is not to be called.

@@ -114,7 +114,7 @@ class FaceScaler:
         return self._scaling.history
 
     def _known(self) -> dict[str, Any]:
-        """What a state dict may hold, by the names that it has here; reads the device."""
+        """Returns the entries of a state dict, by the names that it has here; reads the device."""
         return {**vars(self._scaling.rule), "bad_steps": 0, **self._scaling.state_dict()}
 
     def _state(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _HIGHEST, _LOWER = 2.0**16, 16.0  # loss scales: the first that is tried, and by
 
 @dataclass(frozen=True)
 class Accuracy(Sequence[ValueAccuracy]):
-    """What AMP does to the numbers of one step, the worst first: suspects, then by ``own``. ``print`` it.
+    """Errors that AMP makes in the numbers of one step, the worst first: suspects, then by ``own``. ``print`` it.
 
     Attributes:
         values: of each op its result and its gradients.

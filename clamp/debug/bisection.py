@@ -29,7 +29,7 @@ _IN_16_BITS = (CastPolicy.HALF, CastPolicy.PROMOTE, CastPolicy.MATCH)
 
 @dataclass(frozen=True)
 class Bisection:
-    """What must run in float32. ``print`` it: it is the line to paste.
+    """Functions or layers that must run in float32. ``print`` it: it is the line to paste.
 
     Attributes:
         by: ``"function"`` or ``"module"``.

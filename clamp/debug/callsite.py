@@ -50,7 +50,7 @@ _WRAPPERS = _calls_of(owned_wrapper, netcl_wrapper, user_wrapper)
 
 
 class Place(NamedTuple):
-    """Where an op is called.
+    """Place where an op is called.
 
     Attributes:
         function: full name of the function on a list, or the name of a user's registered one; empty if there is none.
@@ -77,8 +77,8 @@ class Place(NamedTuple):
         return elsewhere if self.rule is None else self.rule.dtype
 
     def name_of(self, op: str) -> str:
-        """What netcl's op of this name, called here, is called: as the lists call its function, ``"matmul_op"``, but
-        for a cast that a function makes of its input."""
+        """Returns the name of netcl's op called here: as the lists call its function, ``"matmul_op"``, but for a cast
+        that a function makes of its input."""
         return op if op == CAST else self.function.rpartition(".")[2] or op
 
     @property
@@ -100,7 +100,7 @@ def here() -> Place:
 
 
 def trail() -> Trail:
-    """What has to be read while the op is being computed: of an armed step that is done for each, and nothing else."""
+    """Call site of an op, read while it is being computed: of an armed step that is done for each, and nothing else."""
     called: dict[str, Any] | None = None
     users_code: CodeType | None = None
     line = users = 0
@@ -280,7 +280,8 @@ class OpNames:
         return self._layers[id(module)][1]
 
     def paths(self) -> dict[str, str]:
-        """Where each layer is in its model, ``{"Linear 2": "layers.2"}``; its name here, where it is in none."""
+        """Returns the path of each layer in its model, ``{"Linear 2": "layers.2"}``; its name here, where it is in
+        none."""
         modules = [module for module, _ in self._layers.values()]
         found = dict(zip((name for _, name in self._layers.values()), bridge.module_names(modules), strict=True))
         twice = {path for path, count in Counter(found.values()).items() if count > 1}  # in two models

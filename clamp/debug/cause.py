@@ -32,7 +32,7 @@ _AT_ANY = "the loss is not finite at any loss scale."
 
 
 class Cause(NamedTuple):
-    """What made a result not finite, as an ``Explanation`` has it."""
+    """Cause of a result that is not finite, as an ``Explanation`` has it."""
 
     kind: str
     why: str
@@ -139,7 +139,7 @@ def divided_away(made: Frame, divides: Frame, trace: StepGraph) -> Cause:
 
 
 def _in_float32(frame: Frame, trace: StepGraph) -> str:
-    """How the op is computed in float32 from now on: wherever it is called, or where others like it do well, here.
+    """Returns the cure that computes the op in float32: wherever it is called, or where others like it do well, here.
 
     Where its results are too large for what reads them in float16 next, all is computed in bfloat16.
     """
@@ -293,7 +293,7 @@ _ADAMS = 1e-3  # the rate that is usual where each number moves by it
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of the steps before one that is explained.
+    """Losses and weights of the steps before one that is explained.
 
     Attributes:
         losses: by steps, where they were noted.

@@ -40,7 +40,7 @@ Write = Callable[[str, str], None]
 
 
 class DebugMode(enum.Enum):
-    """What is said of a tensor, and whether it ends the program. Paddle's names and values."""
+    """Mode of the checker: what it prints of a tensor, and whether it ends the program. Paddle's names and values."""
 
     CHECK_NAN_INF_AND_ABORT = 0  #: a line for each tensor with inf or nan, and FloatingPointError
     CHECK_NAN_INF = 1  #: a line for each tensor with inf or nan
@@ -105,8 +105,8 @@ class Checker(Observer):
         self.end_step()
 
     def end_step(self) -> None:
-        """What is computed next belongs to another step, if anything was computed in this one: steps of several
-        optimizers after one another end the same one."""
+        """Begins another step, if anything was computed in this one: steps of several optimizers after one another end
+        the same one."""
         if self._met:
             if self._unmet and self._sampling.takes_step(self._step):
                 self._warn_of_unmet()
@@ -233,7 +233,7 @@ _MAGIC = frozenset("*?[")
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which ops are looked at; all of them if nothing is said.
+    """Selection of the ops that are checked; all of them by default.
 
     Attributes:
         modules: patterns (of ``fnmatch``) of the paths of layers: ``("layers.2",)``, ``("encoder.*",)``. An op is

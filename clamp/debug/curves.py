@@ -18,7 +18,7 @@ from clamp.params.gradient_marks import scale_of
 from clamp.scaling.step_report import HISTORY
 
 N = TypeVar("N", Elements, Norms)
-_Slot: TypeAlias = tuple[cl.CommandQueue, int]  # and the how-manieth number there
+_Slot: TypeAlias = tuple[cl.CommandQueue, int]  # and the index of its number there
 
 _ROWS = 4096  # losses, and norms, that are kept: several of a step
 
@@ -57,7 +57,8 @@ class _Book(Generic[N]):
 
 
 class Curves:
-    """What steps noted. Nothing waits for the device but ``read``; in a recording every replay notes anew."""
+    """Losses and norms that steps noted. Nothing waits for the device but ``read``; in a recording every replay notes
+    anew."""
 
     def __init__(self) -> None:
         self._losses, self._norms = _Book[Elements](Elements), _Book[Norms](Norms)
@@ -88,7 +89,7 @@ class Curves:
             self._since[1].append((queue, number))
 
     def stepped(self, step: int | None) -> None:
-        """What has been noted since the step before is this one's; with None, nobody's."""
+        """Assigns what has been noted since the last step to this one; with None, to none."""
         if step is not None:
             self._steps.append((step, *self._since))
         self._since = [], []

@@ -63,7 +63,8 @@ def _read(log: Path) -> list[Dumped]:
 
 
 def _pairs(first: Sequence[Dumped], second: Sequence[Dumped]) -> Iterator[tuple[Dumped | None, Dumped | None]]:
-    """What two runs say of the same tensors: of as many-th ones of an op, a name and a size; None for what one lacks.
+    """Pairs the lines of two runs about the same tensor: the n-th one of an op, a name and a size; None where one has
+    no such line.
 
     In the order of the second run; what only the first one has comes last.
     """
@@ -94,7 +95,8 @@ def _row(worker: str, fp32: Dumped | None, fp16: Dumped | None, loss_scale: floa
 
 
 def _is_infinite(fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> bool:
-    """Whether float16 has no room for a tensor, or its gradient is another one than float32's times the loss scale."""
+    """Returns whether float16 has no room for a tensor, or its gradient is another one than float32's times the loss
+    scale."""
     is_gradient = fp32 is not None and "GRAD" in fp32["tensor_name"]
     scale = loss_scale if is_gradient else 1.0
     wide = [] if fp32 is None else [scale * fp32["max_value"], scale * fp32["min_value"]]
@@ -157,8 +159,8 @@ def compare_dumped(
 
 
 def compare_accuracy(*args: Any, **kwargs: Any) -> Accuracy | None:
-    """Of a model or a step: the same step in float32 and under AMP, op by op (`compare_step`). Of the folders of two
-    runs: Paddle's (`compare_dumped`).
+    """Compares a step in float32 and under AMP, op by op, given a model or a step (`compare_step`); given the folders
+    of two runs, these, as Paddle's does (`compare_dumped`).
 
     ::
 

@@ -212,7 +212,7 @@ SKIPS_EXPLAINED = 10
 
 
 class Attribution:
-    """What becomes known of skipped steps.
+    """Explanations of skipped steps.
 
     Args:
         history: gives the reports of steps, the newest last.
@@ -233,7 +233,7 @@ class Attribution:
         return self._recorder in RESULTS.observers
 
     def arm(self) -> None:
-        """From now on they are."""
+        """Turns it on."""
         RESULTS.attach(self._recorder)
 
     def disarm(self) -> None:
@@ -254,8 +254,8 @@ class Attribution:
             return Past(self._losses(), self._recorder.first_magnitudes, _known_optimizers(), done)
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
-        """What is known of the last skipped step, or of the last one if that was done with a loss of inf or nan; with
-        ``step``, of that one, run once more."""
+        """Returns the explanation of the last skipped step, or of the last one if that was done with a loss of inf or
+        nan; with ``step``, of that one, run once more."""
         skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
         if step is not None:
             self.last = explain_step(step, skipped, self._past())
@@ -266,8 +266,8 @@ class Attribution:
         return self._as_reported_now(self.last)
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
-        """Whether a step has been done between the one that is explained and the last skipped one: that one is another
-        matter."""
+        """Returns whether a step has been done between the one that is explained and the last skipped one: that one is
+        another matter."""
         if self.is_armed or _is_same(known.report, skipped):
             return False
         since = itertools.takewhile(lambda report: not _is_same(report, known.report), reversed(self._history()))

@@ -76,7 +76,7 @@ class Float32Reference:
         return next(references, None)
 
     def of_rounded(self, reference: Reference, dtype: str) -> TensorLike | None:
-        """What would be a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
+        """Returns a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
         made = self._compute(reference.call, partial(copy_of, dtype=dtype))
         return made[reference.number] if len(made) > reference.number else None
 
@@ -132,7 +132,8 @@ Wide: TypeAlias = dict[int, Tensor]  # by the id of a tensor, what it would be i
 
 
 def is_finite_in_float32(frame: Frame) -> bool | None:
-    """Whether an op, or its gradient, that is not finite would be in float32; None where it cannot be computed again.
+    """Returns whether an op, or its gradient, that is not finite would be in float32; None where it cannot be computed
+    again.
 
     Args:
         frame: whose tensors are held.
@@ -172,7 +173,8 @@ def _forward_of(frame: Frame) -> Frame | None:
 
 
 def _is_finite(frame: Frame, wide: Mapping[int, Tensor]) -> bool | None:
-    """Whether an op, or its gradient, is finite in float32, where some of what it reads is what it would be there."""
+    """Returns whether an op, or its gradient, is finite in float32, where some of what it reads is what it would be
+    there."""
     forward = _forward_of(frame)
     made = None if forward is None else _made(forward, wide)
     if made is None:
@@ -268,7 +270,7 @@ Array: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor is from another one.
+    """Error of a tensor against another one.
 
     Attributes:
         relative: the norm of the difference by the norm of the right one; inf where only one of both is inf or nan.

@@ -171,7 +171,7 @@ class Trial:
         dtype: that of AMP.
         amp, plain: the two; ``plain`` is clamp's float32.
         rounds: how often each has run to be timed.
-        busy: whether rounds differed so much that something else was running, and the least of them count.
+        busy: whether rounds differed so much that something else was running; then the fastest ones count.
         alone: whether ops were timed one by one, on a queue that takes no times.
         modules: the layers of the models that ran; see ``bridge.module_tree``.
         black_list: functions that are slower in 16 bits than in float32.

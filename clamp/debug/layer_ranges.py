@@ -337,7 +337,7 @@ def _of(optimizer: Any, rounded: Sequence[bridge.Tensor], is_plain: bool, notes:
 
 
 def _of_eps(optimizer: Any, dtypes: Sequence[str], steps_itself: bool) -> list[str]:
-    """What there is to say of eps: netcl's Adam with weights in float16 has one that float16 has not."""
+    """Returns a remark about eps: netcl's Adam with weights in float16 has one that float16 has not."""
     eps, name = getattr(optimizer, "eps", None), type(optimizer).__name__
     if not isinstance(eps, float):
         return []

@@ -28,7 +28,7 @@ _BEFORE = "before the step"
 
 @dataclass(frozen=True)
 class Holder:
-    """What was held at the peak, of one kind and by one op.
+    """Memory held at the peak, of one kind and by one op.
 
     Attributes:
         kind: of `KINDS`.
@@ -47,7 +47,7 @@ class Holder:
 
 
 class Moment(NamedTuple):
-    """What was held when an op took most; bytes by kind."""
+    """Memory held when an op took most; bytes by kind."""
 
     op: str
     module: str
@@ -132,7 +132,8 @@ def _mib(count: int) -> str:
 
 
 def cures(found: Mapping[str, int]) -> list[tuple[str, int]]:
-    """What to switch on where memory is short, and about how many bytes each would save; those of most bytes first."""
+    """Returns what to switch on where memory is short, and about how many bytes each would save; those of most bytes
+    first."""
     passing, least = found["activations"] + found["workspaces"], _held(found) // 100
     halves = found["copies"] + found["weights"] // 2 + found["gradients"] // 2 if found["copies"] else 0
     every = [
@@ -152,7 +153,7 @@ def cures(found: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def memory_now() -> MemoryReport:
-    """What is held now."""
+    """Reports the memory held now."""
     return MemoryReport(by_kind(pieces_now().values()))
 
 
@@ -160,7 +161,7 @@ def memory_now() -> MemoryReport:
 
 
 def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
-    """What is held now, and at the peak of a step, which is run twice and put back (see `dry_run`).
+    """Reports the memory held now, and at the peak of a step, which is run twice and put back (see `dry_run`).
 
     Raises:
         TypeError: ``step`` is no function.

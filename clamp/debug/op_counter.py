@@ -100,7 +100,7 @@ class Casts(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a row is of, while its module has no name."""
+    """Key of a row whose module has no name yet."""
 
     op: str
     direction: str
@@ -111,7 +111,7 @@ class Key(NamedTuple):
 
 
 class _Replayed(threading.local):
-    """What each replay of a recording that this thread makes is to add."""
+    """Counts that each replay of this thread's recording adds."""
 
     def __init__(self) -> None:
         self.adds: list[Callable[[], None]] = []

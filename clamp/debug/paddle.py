@@ -30,7 +30,8 @@ _stats: OperatorStats | None = None
 def check_numerics(
     tensor: TensorLike, op_type: str, var_name: str, debug_mode: DebugMode = DebugMode.CHECK_NAN_INF_AND_ABORT
 ) -> tuple[Tensor, Tensor]:
-    """What the elements of a tensor are; prints the checker's line where the mode asks for it. Waits for the device.
+    """Counts nan, inf and zeros of a tensor; prints the checker's line where the mode asks for it. Waits for the
+    device.
 
     Args:
         tensor: node or tensor, float32, float16 or bfloat16.
@@ -68,7 +69,7 @@ def check_numerics(
 
 
 class TensorCheckerConfig:
-    """What ``enable_tensor_checker`` checks.
+    """Configuration of ``enable_tensor_checker``.
 
     Args:
         enable: False: nothing.
@@ -129,7 +130,7 @@ class TensorCheckerConfig:
 
 
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
-    """From now on the results of ops and their gradients are checked, in every thread, with AMP and without.
+    """Turns the checker on: results of ops and their gradients are checked, in every thread, with AMP and without.
 
     Each op that is checked waits for the device. netcl is patched, as by an AMP region, and stays so.
 
@@ -247,7 +248,7 @@ class OperatorStats(Observer):
 
 
 def enable_operator_stats_collection() -> None:
-    """From now on the ops of forward passes are counted, by name and dtype. What was counted before is forgotten."""
+    """Starts counting the ops of forward passes, by name and dtype. What was counted before is forgotten."""
     global _stats
     if _stats is not None:
         RESULTS.detach(_stats)

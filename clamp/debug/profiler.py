@@ -80,7 +80,8 @@ class Profiler:
 
     @property
     def names(self) -> list[str]:
-        """What was enqueued so far, in order: kernels by their names, else ``"read"``, ``"write"``, ``"copy"``, ..."""
+        """Returns the commands enqueued so far, in order: kernels by their names, else ``"read"``, ``"write"``,
+        ``"copy"``, ..."""
         return [name for name, _, _ in self.events]
 
     @property

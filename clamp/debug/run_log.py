@@ -50,7 +50,7 @@ class RunLog:
         self._built = PROGRESS.programs, PROGRESS.seconds
 
     def arm(self) -> None:
-        """From now on ops, casts, losses and gradients are counted and noted."""
+        """Starts counting ops and casts, and noting losses and gradients."""
         self.counts = True
         self.counter.start()
 
@@ -115,8 +115,8 @@ class RunLog:
         })  # fmt: skip
 
     def _tried(self, step: Callable[[], Any] | None, steps: int) -> dict[str, Any]:
-        """What was measured of a step, as a `Summary` has it: not again where none was done since; without a step, what
-        was measured last."""
+        """Returns the measurements of a step, as a `Summary` has it: not again where none was done since; without a
+        step, what was measured last."""
         if step is not None and self._measured[:2] != (step, steps):
             with self.unwatched(), PROGRESS.busy("measuring a step in both precisions"):
                 self._measured = step, steps, {

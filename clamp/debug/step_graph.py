@@ -229,7 +229,7 @@ def distinct(values: Iterable[Value]) -> list[Value]:
 
 @dataclass(frozen=True)
 class Origin:
-    """What first was not finite, and mattered.
+    """The first value that was not finite, and mattered.
 
     Attributes:
         frame: the op that gave it, or that first read it.

@@ -56,8 +56,8 @@ def judge(trial: Trial) -> Gain:
 
 
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:
-    """What to say of ops that are not worth their 16 bits, by the keys of their rows: of those that were slower in each
-    pass than in float32 in any."""
+    """Returns remarks about ops that are not worth their 16 bits, by the keys of their rows: of those that were slower
+    in each pass than in float32 in any."""
     plain = {row.key: row for row in trial.plain.rows}
     found = {}
     for row in trial.amp.rows:
@@ -160,7 +160,7 @@ _PATHS = 5  # of modules that a rule is for
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a run. ``print`` it.
+    """Summary of a run. ``print`` it.
 
     Attributes:
         dtype: that of AMP.

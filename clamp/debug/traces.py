@@ -85,7 +85,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the ops of a run gave.
+    """Results of a run's ops.
 
     Attributes:
         values: in the order of the run.
@@ -111,7 +111,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """What `write` has written.
+        """Reads what `write` has written.
 
         Raises:
             ValueError: the file is something else.

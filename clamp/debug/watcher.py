@@ -127,7 +127,7 @@ class Watcher(Observer):
         return seen.op, part, self._times[seen.op, part]
 
     def named(self) -> list[Any]:
-        """What it has found, with the names that layers and parameters have now."""
+        """Returns what it has found, with the names that layers and parameters have now."""
         paths = self.ops.paths()
         trained = {id(x): x for seen, _, _ in self.found if seen is not None for x in seen.trained.values()}
         parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
@@ -153,7 +153,7 @@ def trained_parents(made: TensorLike) -> dict[int, Tensor]:
 
 @dataclass(frozen=True)
 class ValueAccuracy(OpValue):
-    """How accurate one result of an op, or one of its gradients, is under AMP.
+    """Accuracy of one result of an op, or of one of its gradients, under AMP.
 
     Errors are relative: the norm of the difference by the norm of the right value; ``largest_`` ones, the largest
     difference by the largest magnitude. They are inf where AMP gave inf or nan and float32 did not. Gradients are

@@ -37,7 +37,7 @@ def size(count: float | None) -> str:
 
 
 def bad_counts(infs: int, nans: int) -> list[str]:
-    """How many elements are inf, and nan, of what there are: ``["3 inf", "1 nan"]``."""
+    """Returns the counts of inf and nan in words: ``["3 inf", "1 nan"]``."""
     return [f"{count} {kind}" for count, kind in ((infs, "inf"), (nans, "nan")) if count]
 
 

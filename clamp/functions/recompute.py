@@ -86,8 +86,8 @@ def is_recomputing() -> bool:
 
 
 def computed(make: Callable[[], Tensor], like: Tensor, shape: Sequence[int], dtype: str) -> Tensor:
-    """What an op computes. Where a forward is run again, and nothing there reads it, it is not computed unless somebody
-    asks for its memory after all.
+    """Returns what an op computes. Where a forward is run again, and nothing there reads it, it is not computed unless
+    somebody asks for its memory after all.
 
     Args:
         make: computes it; it may be called later, and reads what was then.
@@ -108,8 +108,8 @@ def _records(run: _Run) -> bool:
 
 
 def kept(make: Callable[[], tuple[Tensor, ...]], key: Hashable, operands: Sequence[Operand]) -> tuple[Tensor, ...]:
-    """What an op computes that takes long for its size. A forward that will be run again keeps it until then, as far as
-    there is room, unless somebody writes to it.
+    """Returns what an op computes that takes long for its size. A forward that will be run again keeps it until then,
+    as far as there is room, unless somebody writes to it.
 
     Args:
         make: computes it.
@@ -137,8 +137,8 @@ def asked_before(weight: Tensor, kind: Hashable) -> bool:
 
 
 def checkpointed(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What ``function(*args, **kwargs)`` returns, its computed nodes in nested containers replaced by such that compute
-    it again in backward. Under no_grad, and where nothing needs a gradient, what it returns."""
+    """Returns ``function(*args, **kwargs)``, its computed nodes in nested containers replaced by such that compute it
+    again in backward. Under no_grad, and where nothing needs a gradient, what it returns."""
     if not bridge.is_grad_enabled():
         return function(*args, **kwargs)
     return Segment(function, args, kwargs).result
@@ -189,7 +189,7 @@ class Segment:
         return result, [*nodes, *_made_by_hand(result, nodes, (*args, *kwargs.values()))]
 
     def _keep_small(self, nodes: Sequence[Node]) -> None:
-        """Of what the ops of the first run would keep, what there is room for."""
+        """Drops those of the results kept from the first run that there is no room for."""
         computed = [x.value for x in nodes if x.value.dtype in bridge.STORAGE] if self._kept else []
         room = sum(map(bridge.nbytes, computed)) // _ROOM
         for place, (_, values, _) in list(self._kept.items()):

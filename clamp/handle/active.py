@@ -201,7 +201,7 @@ class AmpHandle:
     # ------------------------------------------------------------------------------------------ several devices
 
     def distribute(self, comm: Any, *, reduce_dtype: str | None = None) -> Ranks:
-        """From now on ``scale_loss`` averages gradients over the processes of an MPI communicator.
+        """Makes ``scale_loss`` average gradients over the processes of an MPI communicator.
 
         Call it on every rank, and then ``broadcast`` with the model (or give every rank the same seed: parameters are
         compared at the first pass)::

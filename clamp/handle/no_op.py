@@ -47,7 +47,7 @@ class NoOpHandle:
         return LayerRanges([], 1.0, "float32")
 
     def memory(self, step: Callable[[], Any] | None = None) -> MemoryReport:
-        """What device memory is held for now."""
+        """Reports what device memory is held for now."""
         return memory_now()
 
     @as_pass

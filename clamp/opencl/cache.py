@@ -71,7 +71,8 @@ def file_of(context: cl.Context, source: str, options: list[str]) -> Path | None
 
 
 def are_costly(context: cl.Context) -> bool:
-    """Whether to ask for the binary of a program takes as long as to compile all its kernels (cache_writer.py)."""
+    """Returns whether to ask for the binary of a program takes as long as to compile all its kernels
+    (cache_writer.py)."""
     return bool(context.devices[0].platform.name == _COSTLY)
 
 
@@ -146,7 +147,7 @@ def write(file: Path, content: bytes) -> None:
 
 
 def keeps() -> bool:
-    """Whether a later process finds what this one leaves: tried with a file."""
+    """Returns whether a later process finds what this one leaves: tried with a file."""
     file = file_for(["whether it is kept", os.getpid()], ".trial")
     if file is None:
         return False
@@ -175,7 +176,8 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether it belongs to the user and nobody else can write to it; Windows answers by other means than these."""
+    """Returns whether it belongs to the user and nobody else can write to it; Windows answers by other means than
+    these."""
     return os.name != "posix" or (status.st_uid == os.geteuid() and not status.st_mode & 0o022)
 
 

@@ -320,7 +320,8 @@ def _probed(queue: cl.CommandQueue) -> Capabilities:
 
 
 def _has_dot_bf16(device: cl.Device) -> bool:
-    """Whether the dot product compiles and computes right; in a context of its own, for nobody's queue is at hand."""
+    """Returns whether the dot product compiles and computes right; in a context of its own, for nobody's queue is at
+    hand."""
     context = cl.Context([device])
     with unrecorded():
         return _probe(cl.CommandQueue(context, device), DOT_BF16)
@@ -355,7 +356,8 @@ def _gfx(device: cl.Device) -> tuple[int, int]:
 
 
 def _probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: object) -> bool:
-    """Whether a kernel of ``probe.cl`` compiles here and sets its flag to 1, in a work-group of so many work-items."""
+    """Returns whether a kernel of ``probe.cl`` compiles here and sets its flag to 1, in a work-group of so many
+    work-items."""
     flag = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4)
     cl.enqueue_fill_buffer(queue, flag, b"\0\0\0\0", 0, 4)
     scratch = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 4096)

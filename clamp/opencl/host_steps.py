@@ -83,7 +83,7 @@ def unrecorded() -> AbstractContextManager[None]:
 
 
 def refuse(what: str, instead: str) -> None:
-    """If a recording is on, raises RuntimeError or ends it: a replay could not do ``what``."""
+    """Raises RuntimeError while a recording is on, or ends that: a replay could not do ``what``."""
     recording = recorder()
     if recording is not None:
         recording.refuse(
@@ -162,7 +162,7 @@ def replaying(
 
 
 def replays() -> int:
-    """How many replays have begun."""
+    """Returns how many replays have begun."""
     return _Replays.count
 
 
@@ -230,7 +230,7 @@ def value_now(x: Any) -> Any:
 
 
 def host_value(run: Callable[[], Any], what: str) -> Any:
-    """As ``host_step``, of a number that is then another one in every replay, too."""
+    """Like ``host_step``, for a number that differs in every replay."""
     if recorder() is None:
         return run()
 

@@ -74,8 +74,8 @@ class Launch:
             raise
 
     def _set_up(self, kinds: list[type[Any]]) -> list[Callable[[Any], Any]]:
-        """What sets arguments of these types: set_arg finds out by exceptions of C++ which of two kinds of memory one
-        is of, unless it is that of the argument before (2 us), and that one is a number (20 us)."""
+        """Returns functions that set arguments of these types: set_arg finds out by exceptions of C++ which of two
+        kinds of memory one is of, unless it is that of the argument before (2 us), and that one is a number (20 us)."""
         if len(kinds) != len(self._places):
             raise TypeError(
                 f"a launch of {self._known_as.function_name} leaves {len(self._places)} open, got {len(kinds)}"

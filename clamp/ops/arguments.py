@@ -40,7 +40,7 @@ def shown(x: object) -> str:
 
 
 def _alone(value: Any) -> Any:
-    """What an array of one element holds; anything else as it is."""
+    """Returns the element of an array of one element; anything else unchanged."""
     return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
 
 

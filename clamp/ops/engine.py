@@ -18,7 +18,7 @@ class Engine(Protocol[P]):
 
     @property
     def NAME(self) -> str:
-        """As callers and `python -m clamp doctor` name it."""
+        """Its name for callers and `python -m clamp doctor`."""
 
     @property
     def TAKES(self) -> str:

@@ -183,7 +183,8 @@ class DeviceState:
         return self.fresh
 
     def take_found(self) -> bool:
-        """Whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the device."""
+        """Returns whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the
+        device."""
         found = bool(self._words()["found"][0])
         if found:
             self.write(found=0)

@@ -111,8 +111,8 @@ def _items_wanted(queue: cl.CommandQueue) -> int:
 
 
 def _at_once(queue: cl.CommandQueue, axes: Axes) -> bool:
-    """Whether one launch sums the axes outside and inside of one that stays, as of the channels of images: the axis
-    keeps every core busy."""
+    """Returns whether one launch sums the axes outside and inside of one that stays, as of the channels of images: the
+    axis keeps every core busy."""
     if [summed for _, summed in axes] != [True, False, True] or not capabilities(queue).is_cpu:
         return False
     return axes[0][0] <= _MOST_PARTS and axes[1][0] >= _items_wanted(queue)

@@ -124,7 +124,7 @@ def _table(context: cl.Context, inputs: int, outputs: int, mode: str, align_corn
 def axis_table(
     inputs: int, outputs: int, mode: str, align_corners: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Where the outputs of an axis lie: index, fraction (the bits of a float32) and first (kernels/upsample.cl)."""
+    """Positions of the outputs of an axis: index, fraction (the bits of a float32) and first (kernels/upsample.cl)."""
     o = np.arange(outputs)
     if mode == "nearest":
         # In float32 like netcl and PyTorch: a quotient rounded otherwise could pick another pixel.

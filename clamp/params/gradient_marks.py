@@ -161,7 +161,8 @@ def was_kept(leaf: Tensor, skip: object) -> bool:
 
 
 def is_known_to(token: object, grad: Any) -> bool:
-    """Whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in it."""
+    """Returns whether there is no gradient, or an optimizer's next step will be skipped if there is an inf or nan in
+    it."""
     if grad is None:
         return True
     heard = _heard(grad)

@@ -226,7 +226,7 @@ _waiting = of_threads(_Waiting())
 
 
 def _own_references() -> int:
-    """How many references Python counts of its own where a loop counts those to what it is at."""
+    """Returns how many references Python counts of its own where a loop counts those to what it is at."""
     (count,) = [getrefcount(x) for x in [object()]]
     return count - 1  # the list's
 

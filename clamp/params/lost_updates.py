@@ -142,8 +142,8 @@ def measure(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def take(params: Sequence[Tensor]) -> list[LayerUpdates]:
-    """What was measured of the step that an optimizer of these parameters has made, if that is worth a word: a part
-    was lost, or four times what was when it was said last."""
+    """Returns the measurement of the step that an optimizer of these parameters has made, if that is worth a word: a
+    part was lost, or four times what was when it was said last."""
     found = [param for param in params if id(param) in _rounded] if _rounded else []
     if not found:
         return []

@@ -100,7 +100,7 @@ def is_rounded(master: Tensor) -> bool:
 
 
 def require_kept(given: object, name: str) -> bool | str:
-    """How parameters are to be kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
+    """Returns how parameters are kept from step to step, one of ``KEEPS``; with fp32 masters if nothing was given.
 
     Args:
         name: of what was given, for the message.

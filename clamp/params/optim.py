@@ -21,7 +21,7 @@ __all__ = ["Adam8bit", "AdamW8bit"]
 
 
 class _Moments8bit:
-    """What both have in common: where the moments are, and how they are saved."""
+    """Base of both: where the moments are, and how they are saved."""
 
     params: list[Tensor]
     t: int

@@ -45,7 +45,8 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
 
     @property
     def held(self) -> list[Tensor]:
-        """What it holds now besides the parameter: the other 16 bits, and its memory while it is whole."""
+        """Returns the tensors that it holds besides the parameter: the other 16 bits, and its memory while it is
+        whole."""
         return [part for part in (self.parts.rest, self._whole) if part is not None]
 
     @property

@@ -258,8 +258,8 @@ class _Ready(NamedTuple):
     grads: Sequence[Any]
 
     def is_for(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters, with the gradients that they have now, are those of the step, and no copy of them
-        is to be written that was not then."""
+        """Returns whether these parameters, with the gradients that they have now, are those of the step, and no copy
+        of them is to be written that was not then."""
         grads = [param.grad for param in params]
         same = len(params) == len(self.params) and all(map(is_, (*params, *grads), (*self.params, *self.grads)))
         return same and [*map(bool, masters.copies_of(params))] == [*map(bool, self.copies)]

@@ -130,7 +130,8 @@ class WeightCache:
             return before
 
     def _is_anothers(self) -> bool:
-        """Whether another thread is recorded: a replay finds what its own launches have made, and nothing else."""
+        """Returns whether another thread is recorded: a replay finds what its own launches have made, and nothing
+        else."""
         return self.recorded_by is not None and self.recorded_by != threading.get_ident()
 
     def _entry(self, tensor: Tensor) -> _Entry:

@@ -83,7 +83,7 @@ def end_tape(wrapped: Any, instance: Tape, /) -> None:
 
 @replaces("netcl.autograd.engine.Node.grad")
 class NotRetained:
-    """What is found of the gradient of a computed node that backward has not kept: a word, and None.
+    """Gradient of a computed node that backward has not kept: None, with a warning.
 
     It is no data descriptor: what a node has itself comes first.
     """
@@ -265,7 +265,7 @@ def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: An
 
 
 def _number_or_object(x: Any) -> Any:
-    """What numpy computes with by the operators of Python."""
+    """Returns an operand for Python's operators in numpy's functions: a number, an array, or a node in an array."""
     if isinstance(x, np.generic | np.ndarray):
         return x if x.ndim else x.item()
     boxed = np.empty((), object)
@@ -309,7 +309,7 @@ def _name_apart(traced: TraceNode) -> None:
 
 
 def _known_to_parents(made: Any) -> Any:
-    """What netcl's ``apply_op`` gives, noted by the nodes that it was computed from.
+    """Returns the result of netcl's ``apply_op``, noted by the nodes that it was computed from.
 
     A forward that hands its input back (a gradient reversal) would have two nodes share one tensor, and the engine
     takes the gradient that it left there for the other one's.

@@ -161,7 +161,7 @@ class ScaledTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_scale = scale
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``Tape.backward``."""
+        """Runs ``Tape.backward``."""
         with self._self_scale(loss) as scaled_loss:
             self.__wrapped__.backward(scaled_loss, *args, **kwargs)
 

@@ -140,8 +140,8 @@ _PLAIN = frozenset((int, float, bool, str, type(None), slice, np.ndarray))
 
 
 def passes_of(function: FunctionType) -> Callable[..., bool]:
-    """What says of the arguments of a call where casts are off, all by position, that netcl's own function may run at
-    once: no argument is 16-bit, none is written, and nobody is told of results."""
+    """Returns a function that says of the arguments of a call where casts are off, all by position, that netcl's own
+    function may run at once: no argument is 16-bit, none is written, and nobody is told of results."""
     places = [place for _, place in written_places(function)]
     if not places:
         return _passes

@@ -29,7 +29,7 @@ _MOST_LISTS = 64  # lists of parameters that are remembered; one that was forgot
 
 
 class RankParameters:
-    """What this rank's headers say of its parameters, and what follows from the others'.
+    """What headers say of this rank's parameters, and what follows from the others'.
 
     Args:
         comm: the communicator over which the headers travel.

@@ -129,8 +129,8 @@ class _Recording:
             capture.give_up(why)
 
     def end_if_left(self) -> bool:
-        """Whether the ``with`` that it was begun by was left without its end, as by an interrupt right before that;
-        drops it then. (Should its end come yet, it raises.)"""
+        """Returns whether the ``with`` that it was begun by was left without its end, as by an interrupt right before
+        that; drops it then. (Should its end come yet, it raises.)"""
         capture = self._capture()
         if capture is None or self.begun_by is None or not self.begun_by.is_left():
             return False
@@ -145,7 +145,7 @@ class _Recording:
 
     @property
     def _launches(self) -> list[CapturedKernelLaunch]:
-        """What was recorded so far; nothing where the capture is gone."""
+        """Returns the launches recorded so far; none where the capture is gone."""
         capture = self._capture()
         return [] if capture is None else capture._launches
 
@@ -163,7 +163,7 @@ class _Recording:
 
     @property
     def addresses(self) -> frozenset[Address]:
-        """Of all memory in the launches, when it had ended."""
+        """Addresses of all memory in the launches, when the recording had ended."""
         return frozenset(self._addresses or ())
 
     def size_of(self, storage: Any) -> int | None:

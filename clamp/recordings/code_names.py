@@ -129,7 +129,8 @@ def is_of_library(module: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_installed_beside(package: str, modules: int) -> bool:
-    """Whether a package was installed, and has nothing to do with netcl: a progress bar, a logger, a test runner.
+    """Returns whether a package was installed, and has nothing to do with netcl: a progress bar, a logger, a test
+    runner.
 
     Through one function of theirs, a walk would come to all that they hold, at each recording and before each replay.
 

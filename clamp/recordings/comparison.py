@@ -57,7 +57,8 @@ def difference(plan: ReplayPlan, other: KernelCapture, given: Sequence[Tensor], 
 
 
 def allocation_of(capture: KernelCapture) -> Callable[[Any], int | None]:
-    """What says of memory, when a recording has ended, which of its allocations gave it; None of others' memory."""
+    """Returns a function that says of memory, when a recording has ended, which of its allocations gave it; None of
+    others' memory."""
     recording = recording_of(capture)
     assert recording is not None
     last: dict[Any, int] = {where: number for number, (_, where) in enumerate(recording.allocations)}
@@ -144,8 +145,9 @@ _PARTS: dict[type, Callable[[Any], Any]] = {
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two values that launches or the host's decisions were made with decide the same. What a pass makes for
-    itself is another object each time; weights and optimizers are not. What only observes may have seen others."""
+    """Returns whether two values that launches or the host's decisions were made with decide the same. What a pass
+    makes for itself is another object each time; weights and optimizers are not. What only observes may have seen
+    others."""
     kind: Any = type(one)
     if one is other:
         return True
@@ -181,7 +183,8 @@ def _observes(x: Any) -> bool:
 
 
 def _is_same_function(one: FunctionType, other: FunctionType) -> bool:
-    """Whether two functions run the same; those of libraries whose code clamp redirects are others under each init."""
+    """Returns whether two functions run the same; those of libraries whose code clamp redirects are others under each
+    init."""
     names = [(x.__module__, x.__qualname__) for x in (one, other)]
     return one.__code__ is other.__code__ or (names[0] == names[1] and is_library(one))
 

@@ -45,7 +45,8 @@ class Known:
         return self._look_up(grad)[1]
 
     def kind(self, tensor: Tensor) -> Hashable:
-        """What a recording depends on in the gradient that a tensor has: is there one, and what is known of it?"""
+        """Returns what a recording depends on in the gradient that a tensor has: is there one, and what is known of
+        it?"""
         grad = tensor.grad
         return None if grad is None else (grad.dtype, self._look_up(grad)[2])
 
@@ -156,7 +157,8 @@ class Gradients:
         return [(x, grad) for x, grad in zip(self.trained, self._exits, strict=True) if is_touched(x, grad)]
 
     def met(self, touched: Iterable[Tensor], read: AbstractSet[Address]) -> list[Tensor]:
-        """Of tensors that it touched, those with whose gradients it began. Others it just lets go of, if there are."""
+        """Returns those of the tensors it touched with whose gradients it began. Others it just lets go of, if there
+        are."""
         kept = {*self.held.grads, *map(id, self._exits)}
         found = [(x, self.aliases[id(x)]) for x in touched if id(x) in self.aliases]
         return [x for x, alias in found if id(alias) in kept or address_of(alias.buffer) in read]

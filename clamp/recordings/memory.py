@@ -130,7 +130,7 @@ class Dependencies:
         return self.of_tensors() or ("" if self._watch.holds() else f"{self._watch.change()} has changed")
 
     def of_tensors(self) -> str:
-        """As ``change``, of the tensors alone."""
+        """Like ``change``, of the tensors alone."""
         moved = False
         for resident in self._residents:
             tensor = resident.ref()
@@ -160,7 +160,8 @@ class Dependencies:
         return bool(moved)
 
     def _no_longer_shared(self) -> str:
-        """Which tensors shared memory and do not any more: no launch says which of them it meant. Empty if none."""
+        """Returns which tensors shared memory and do not any more: no launch says which of them it meant. Empty if
+        none."""
         now: dict[Address, tuple[Address | None, Tensor]] = {}
         for resident in self._residents:
             tensor = resident.ref()

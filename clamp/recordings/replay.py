@@ -104,7 +104,7 @@ class ReplayPlan:
         return self.dependencies.of_tensors()
 
     def check(self, inputs: Sequence[Tensor]) -> None:
-        """Whether a replay may use other tensors of the same shapes and dtypes.
+        """Returns whether a replay may use other tensors of the same shapes and dtypes.
 
         Raises:
             ValueError: there are more or fewer, or a shape, dtype or queue differs.

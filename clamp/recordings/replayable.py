@@ -115,7 +115,8 @@ class Replayable:
         self._gives_back = any(id(x) in passed for x in (*leaves, *[x.value for x in leaves if isinstance(x, Node)]))
 
     def _note_gradients(self, had: AbstractSet[int]) -> None:
-        """What it leaves to tensors: to arguments that are not trained, and to those that are, and all others."""
+        """Notes the gradients that it leaves to tensors: to arguments that are not trained, to those that are, and to
+        all others."""
         tensors, known = self._call.tensors, {id(tensor) for tensor in self._gradients.trained}
         self._untrained = [index for index, x in enumerate(tensors) if id(x) not in known]
         others = {index: tensors[index].grad for index in self._untrained}
@@ -153,7 +154,7 @@ class Replayable:
     def difference(
         self, attempt: Attempt, call: Arguments, result: Any, exits: Sequence[Tensor | None], entries: Entries
     ) -> str:
-        """What a call, run and not replayed, has done otherwise than this recording, in words; empty if nothing.
+        """Returns what a call that was run did differently from this recording, in words; empty if nothing.
 
         Args:
             attempt: it has ended, and was not given up.
@@ -201,7 +202,8 @@ class Replayable:
 
     @property
     def is_due(self) -> bool:
-        """Whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every 1,000th."""
+        """Returns whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every
+        1,000th."""
         return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
 
     def unlike_gradients(self, known: Known) -> str:

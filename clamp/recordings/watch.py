@@ -145,7 +145,7 @@ class Watch:
             self._look_at_code(x, kind, name, root)
 
     def _content_of(self, x: Any, kind: type, name: str) -> None:
-        """What a container holds, or an array."""
+        """Watches the items of a container, or an array."""
         if issubclass(kind, dict):
             self._mapping(x, lambda key: f"{name}[{key!r}]")
         elif issubclass(kind, _ITEMS):
@@ -201,7 +201,7 @@ class Watch:
             self._object(x, kind, name)
 
     def _through(self, target: Callable[[], Any], name: str) -> None:
-        """What a weak reference leads to, without holding it: its attributes are held, not the object."""
+        """Watches what a weak reference leads to, without holding it: its attributes are held, not the object."""
         x = target()
         self._add(lambda: (target() is None,), lambda *_: f"what {name} refers to")
         if isinstance(x, MethodType):
@@ -229,7 +229,7 @@ class Watch:
             self._push(cls, name)
 
     def _attributes(self, x: Any, own: dict[str, Any], name: str) -> None:
-        """What an object has in its dict."""
+        """Watches an object's dict."""
         if not (own or type(x).__dictoffset__):
             return
         if self._hidden is None:
@@ -249,7 +249,8 @@ class Watch:
             self._push(value, f"{name}.{key}")
 
     def _function(self, function: FunctionType, name: str) -> None:
-        """What a function finds outside: the variables around it, the globals that it names, its defaults, its own."""
+        """Watches what a function finds outside: the variables around it, the globals that it names, its defaults, its
+        own."""
         cells, scope, own = function.__closure__ or (), function.__globals__, vars(function)
         names = global_names(function.__code__, scope)
         known = (*function.__code__.co_freevars, *names, *[f"{name}'s code"] * 2)
@@ -272,8 +273,8 @@ class Watch:
             self._module_variables(module, function.__code__)
 
     def _module_variables(self, module: ModuleType, code: CodeType) -> None:
-        """What a function may read from a module: its variables that the function names; of a library's, dicts, as
-        ``os.environ`` is one, and functions, in whose place the user may put others."""
+        """Watches what a function may read from a module: its variables that the function names; of a library's, dicts,
+        as ``os.environ`` is one, and functions, in whose place the user may put others."""
         if (module.__name__, code) in self._known_modules:
             return
         self._known_modules.add((module.__name__, code))

@@ -58,7 +58,8 @@ class WatchedPart:
 
 
 def is_same(now: Any, seen: Any) -> bool:
-    """Whether a value is what it was: the same object, or an equal number or text of the same type, nan included."""
+    """Returns whether a value is what it was: the same object, or an equal number or text of the same type, nan
+    included."""
     if now is seen:
         return True
     if type(now) is not type(seen):
@@ -92,8 +93,8 @@ class Slots(Mapping[str, Any]):
 
 
 class ThreadsOwn(Mapping[str, Any]):
-    """What the thread that asks has of a ``threading.local``. A new thread may have the number of one that has ended,
-    and so its recordings."""
+    """This thread's values of a ``threading.local``. A new thread may have the number of one that has ended, and so its
+    recordings."""
 
     def __init__(self, local: threading.local) -> None:
         self._local = local

@@ -80,7 +80,8 @@ class _Run(NamedTuple):
 
 
 def _is_input(leaf: Tensor) -> bool:
-    """Whether a leaf is no parameter, as far as is known, and wants a gradient all the same: for the user's eyes."""
+    """Returns whether a leaf is no parameter, as far as is known, and wants a gradient all the same: for the user's
+    eyes."""
     return not isinstance(leaf, Parameter) and leaf.requires_grad and not bridge.is_linked(leaf)
 
 

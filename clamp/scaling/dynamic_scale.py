@@ -64,7 +64,7 @@ DEFAULT_RULE = ScaleRule()
 
 
 class DynamicLossScale(LossScale):
-    """As large a scale as gradients bear: lowered when they overflow, raised after a while without::
+    """The largest scale at which gradients are finite: lowered when they overflow, raised after a while without::
 
         when a pass ends (assign):
             overflow[fresh] = False                   # their last overflows were answered by skipped steps

@@ -150,7 +150,7 @@ class LossScale(bridge.Listed):
 
     @property
     def layerwise(self) -> bool:
-        """Whether each layer has a scale of its own besides."""
+        """Returns whether each layer has a scale of its own besides."""
         return False
 
     @property
@@ -258,7 +258,8 @@ class LossScale(bridge.Listed):
         return self.read().growth_tracker
 
     def overflowed(self, mask: int) -> bool:
-        """Whether the gradients of any optimizer in ``mask`` overflowed since its last step; reads the device."""
+        """Returns whether the gradients of any optimizer in ``mask`` overflowed since its last step; reads the
+        device."""
         return bool(self.read().overflow & mask)
 
     def state_dict(self) -> dict[str, Any]:

@@ -268,8 +268,8 @@ _passed: set[int] = set()
 
 
 def give_up_passes(optimizer: Any) -> None:
-    """What is known of an optimizer's passes since its last step goes, as its gradients have; not in a dry run, which
-    puts both back."""
+    """Forgets an optimizer's passes since its last step, whose gradients are gone; not in a dry run, which puts both
+    back."""
     if id(optimizer) in _passed and not are_steps_withheld():
         _passed.discard(id(optimizer))
         for guard in bridge.living(StepGuard):

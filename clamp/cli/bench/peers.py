@@ -167,7 +167,7 @@ class NumpyPeer:
 
 
 def _laid(matrix: Any, flag: str) -> Any:
-    """As a letter of a layout says."""
+    """Returns a matrix as a letter of a layout says."""
     return matrix.T if flag == "T" else matrix
 
 
@@ -276,7 +276,8 @@ def sequential(nn: Any, layers: Sequence[Layer]) -> Any:
 
 
 def decoder_block(nn: Any, dim: int, n_head: int, hidden: int) -> Any:
-    """As netcl's DecoderBlock is: rotary attention with normalized queries and keys, and a gated MLP."""
+    """Builds torch's counterpart of netcl's DecoderBlock: rotary attention with normalized queries and keys, and a
+    gated MLP."""
     torch: Any = importlib.import_module("torch")
     F = torch.nn.functional
     size = dim // n_head
@@ -309,7 +310,8 @@ def decoder_block(nn: Any, dim: int, n_head: int, hidden: int) -> Any:
 
 
 def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:
-    """As netcl's ResNet18 is: a stem of 3x3, four stages of two blocks, a bias in every convolution."""
+    """Builds torch's counterpart of netcl's ResNet18: a stem of 3x3, four stages of two blocks, a bias in every
+    convolution."""
 
     def conv(taken: int, given: int, kernel: int, stride: int) -> Any:
         return nn.Sequential(nn.Conv2d(taken, given, kernel, stride, kernel // 2), nn.BatchNorm2d(given))
@@ -332,7 +334,7 @@ def resnet18(nn: Any, num_classes: int, base_channels: int) -> Any:
 
 
 def serve() -> None:
-    """What the child does: answers until the other end of the pipe is closed."""
+    """Runs the child process: answers until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the parent; its end of the pipe ends this process
     kind, threads, gpu, descriptor = cache_writer.given()
     makers: dict[str, Callable[[], NumpyPeer | TorchPeer]]

@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """Duration of a measurement, and its rounds."""
 
     rounds: int  # turns that a fast contender gets; a slow one's fewer calls are spread over them
     seconds: float  # time for each contender, all its timed calls together
@@ -98,7 +98,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Race:
-    """What `interleave` measured: a timing, or the reason for having none, for each contender.
+    """Results of `interleave`: a timing, or the reason for having none, for each contender.
 
     After an interrupt (Ctrl-C) those have timings who have had a timed turn.
     """

@@ -75,7 +75,7 @@ class Variant:
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[], None]]:
-        """What trains one step, after a few: kernels are built, and the loss scale has come down."""
+        """Yields a function that trains one step, after a few: kernels are built, and the loss scale has come down."""
         with self._amp() as handle:
             for _ in range(_WARM_UP):
                 self._train(handle)

@@ -123,7 +123,7 @@ Held = TypedDict(
 
 
 class HeldAt(TypedDict):
-    """What was held when an op of a step took most."""
+    """Memory held when an op of a step took most."""
 
     op: str
     module: str
@@ -132,7 +132,7 @@ class HeldAt(TypedDict):
 
 
 class HeldBy(TypedDict):
-    """What was held of one kind by one op, at the moment of a step when most was held, in so many pieces."""
+    """Memory of one kind held by one op, at the moment of a step when most was held, in so many pieces."""
 
     kind: str
     op: str

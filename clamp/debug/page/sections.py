@@ -113,7 +113,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 class Cell(NamedTuple):
-    """What a cell of numbers shows, and the number that a script sorts it by, where that is not what it shows."""
+    """Text of a cell of numbers, and the number that a script sorts it by, where that is not what it shows."""
 
     shown: str
     key: str | None = None

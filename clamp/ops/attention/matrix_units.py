@@ -42,7 +42,8 @@ class MatrixAttention(Verified):
     """
 
     def fits(self, problem: Problem) -> bool:
-        """Whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is verified."""
+        """Returns whether all that is multiplied is of one 16-bit type, heads are narrow enough, and the engine is
+        verified."""
         is_half = set(problem.storage) in [{bridge.STORAGE[dtype]} for dtype in _DTYPES]
         return self.NAME in problem.verified and is_half and problem.width <= self.plans[-1].k
 
@@ -107,8 +108,8 @@ def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
 
 
 def computes_right(engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
-    """Whether attention and its gradients come out right by a plan, in each type, with a causal mask and without, of
-    rows of whole pieces of 16 bytes and of others."""
+    """Returns whether attention and its gradients come out right by a plan, in each type, with a causal mask and
+    without, of rows of whole pieces of 16 bytes and of others."""
     cases = product(dtypes, ((plan.k, True), (plan.k - 16, False), (plan.k - 3, True)))
     return all(_computes(engine, plan, queue, dtype, width, causal) for dtype, (width, causal) in cases)
 

@@ -45,8 +45,8 @@ def fits(problem: Problem) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether the channels that are summed over fill half of a step, or both sides of a weight gradient a quarter of a
-    tile. Of a float16 in two parts there are four products: Winograd's sums are as fast."""
+    """Returns whether the channels that are summed over fill half of a step, or both sides of a weight gradient a
+    quarter of a tile. Of a float16 in two parts there are four products: Winograd's sums are as fast."""
     if problem.dtypes[0] == "float16" and not problem.device.amx_fp16 and winograd.fits(problem):
         return False
     if problem.gradient == "weights":

@@ -48,7 +48,7 @@ def convolve(
 def source_of(
     x: Tensor, problem: Problem, shape: Correlation, first: int, images: int, dtype: str, *, by_rows: bool = True
 ) -> Source:
-    """What the gradient by the weights reads of ``images`` images, from the first on.
+    """Stages what the weight gradient reads of ``images`` images, from the first on.
 
     Args:
         dtype: storage type of the source.

@@ -38,7 +38,8 @@ def fits(problem: Problem) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether the instruction is fast; and a weight gradient's pairs do not end where they have hardly begun."""
+    """Returns whether the instruction is fast; and a weight gradient's pairs do not end where they have hardly
+    begun."""
     wide = problem.gradient != "weights" or problem.forward.row[0] >= _MIN_ROW
     return problem.device.fast_dot_bf16 and wide
 

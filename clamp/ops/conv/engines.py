@@ -81,7 +81,7 @@ def on_device(queue: cl.CommandQueue, dtype: str) -> str:
     """Says in words by which engines convolutions of one storage type run on the queue's device."""
 
     def engine_for(extent: Pair, window: Window) -> ConvEngine:
-        """That of many channels and positions."""
+        """Returns the engine for many channels and positions."""
         return choose(problem_on(queue, "", (dtype, dtype), dtype, 64, (16, 16), (16, 16, *extent), window))
 
     chosen = {

@@ -72,7 +72,8 @@ class MatrixConv(Verified):
         )
 
     def fits(self, problem: Problem) -> bool:
-        """Whether what is multiplied is of one 16-bit type, the engine is verified, and the kernels can count it."""
+        """Returns whether what is multiplied is of one 16-bit type, the engine is verified, and the kernels can count
+        it."""
         first, second = problem.dtypes
         return (
             self.NAME in problem.verified and first == second and first in self.unit.dtypes and _is_countable(problem)
@@ -248,7 +249,8 @@ def _elements(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def computes_right(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
-    """Whether convolutions and their gradients come out right by a plan, in each type, with a stride and without."""
+    """Returns whether convolutions and their gradients come out right by a plan, in each type, with a stride and
+    without."""
     cases = (((9, 8), Window(pad=(1, 1))), ((8, 8), Window((2, 2), (1, 1), groups=2)))
     return all(
         _computes(engine, plan, queue, dtype, image, window) for dtype, (image, window) in product(dtypes, cases)

@@ -74,7 +74,7 @@ class Weights:
         return self._panels[kind]
 
     def places(self, y: Taps, x: Taps) -> tuple[int, ...]:
-        """Where the weights of some taps are: how many taps there are in both directions; how far apart groups, rows,
+        """Layout of the weights of some taps: how many taps there are in both directions; how far apart groups, rows,
         channels are; the first tap; how far apart taps are in both directions."""
         w = self.tensor
         columns, taps, per_output = w.shape[3], w.shape[2] * w.shape[3], w.shape[1] * w.shape[2] * w.shape[3]

@@ -100,7 +100,8 @@ def bind(
 
 
 def bind_adding(c: Tensor, elements: int, columns: int, slices: int, epilogue: Epilogue) -> Launch:
-    """What adds each matrix's slices up in their order and writes them, through the epilogue, over such a C.
+    """Returns the launch that adds each matrix's slices up in their order and writes them, through the epilogue, over
+    such a C.
 
     It leaves open the sums (matrices, slices, elements), float32; C; and the bias.
 

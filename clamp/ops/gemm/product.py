@@ -149,7 +149,8 @@ def pack_b(
 
 
 def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
-    """Whether the engine of the product copies b into another form, so that `pack_b` pays if there are several."""
+    """Returns whether the engine of the product copies b into another form, so that `pack_b` pays if there are
+    several."""
     key = (b.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, transpose_b)
     known: bool | None = _are_packed.known.get(key)
     if known is None:
@@ -164,8 +165,8 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
 def rounds_as_it_reads(
     a: Tensor, b: Tensor, dtype: str, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> bool:  # fmt: skip
-    """Whether `gemm` takes float32 for a or b where ``dtype``, one of 16 bits, is meant, so that no cast is launched;
-    and can write b's copy, if b is float32 and not transposed."""
+    """Returns whether `gemm` takes float32 for a or b where ``dtype``, one of 16 bits, is meant, so that no cast is
+    launched; and can write b's copy, if b is float32 and not transposed."""
     if dtype not in bridge.HALF_DTYPES or not {a.dtype, b.dtype} <= {"float32", dtype}:
         return False  # it would have to widen, or to change one 16-bit type into the other
     key = (b.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, dtype, transpose_a, transpose_b)
