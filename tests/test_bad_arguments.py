@@ -208,6 +208,9 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"amp.init: enabled is 'bfloat16'; pass True or False": lambda: amp.init("bfloat16"),
         r"amp.initialize: enabled is 'O2'": lambda: amp.initialize(model, None, "O2"),
         r"amp.autocast\(dtype='bfloat16'\)": lambda: amp.autocast("bfloat16"),
+        r"min_loss_scale 600.0 is above max_loss_scale 512.0": lambda: amp.initialize(
+            model, min_loss_scale=600.0, max_loss_scale=512.0, verbosity=0
+        ),
     }
     for message, call in said.items():
         with pytest.raises((TypeError, ValueError), match=message):

@@ -104,13 +104,13 @@ def test_char_lm_compares_three_runs(queue: cl.CommandQueue, tmp_path: Path) -> 
     [
         ("digits", ["--plot", "/no/such/dir/x.png"], "there is no folder '/no/such/dir'"),
         ("digits", ["--plot", "picture.abc"], "is no name of a picture"),
-        ("digits", ["--epochs", "0"], "'0' is no positive integer"),
+        ("digits", ["--epochs", "0"], "'0' is not a positive integer"),
         ("digits", ["--batch", "1438"], "1438 is more than the 1437 there are to train on"),
-        ("digits", ["--netcl-steps", "few"], "'few' is no positive integer"),
+        ("digits", ["--netcl-steps", "few"], "'few' is not a positive integer"),
         ("char_lm", ["--batch", "100000000"], "there are to train on"),
-        ("char_lm", ["--steps", "-1"], "'-1' is no positive integer"),
-        ("fashion_mnist", ["--seeds", "0"], "'0' is no positive integer"),
-        ("rnn_cell", ["--iterations", "0"], "'0' is no positive integer"),
+        ("char_lm", ["--steps", "-1"], "'-1' is not a positive integer"),
+        ("fashion_mnist", ["--seeds", "0"], "'0' is not a positive integer"),
+        ("rnn_cell", ["--iterations", "0"], "'0' is not a positive integer"),
     ],
 )
 def test_an_example_refuses_what_makes_no_sense(

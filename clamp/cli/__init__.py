@@ -109,7 +109,7 @@ def positive(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return number
 
 
@@ -154,12 +154,12 @@ _POLICIES = tuple(policy.value for policy in CastPolicy)
 _DTYPE = _option("--dtype", choices=("float16", "bfloat16", "float32"), default="float16", help="AMP dtype (float16)")
 _SCRIPT = (
     _option("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as after python -m"),
-    _option("script", metavar="SCRIPT", help="a script of netcl's, as it is; see docs/zero-lines.md"),
+    _option("script", metavar="SCRIPT", help="a script that uses netcl; see docs/zero-lines.md"),
     _option("given", nargs=argparse.REMAINDER, metavar="...", help="its arguments"),
 )
 _BENCH = (
     device_option(),
-    _option("--json", metavar="FILE", help="write the results; into a folder as <device>-<date>.json"),
+    _option("--json", metavar="FILE", help="write the results; in a folder, as <device>-<date>.json"),
     _option("--quick", action="store_true", help="fewer sizes and rounds: minutes, mostly netcl's"),
     _option("--only", type=_each(_one_of(WORKS)), default=USUAL_WORKS, metavar="WORK,...",
             help=f"some of {','.join(WORKS)} ({','.join(USUAL_WORKS)})"),
@@ -173,7 +173,7 @@ _BENCH = (
             help="compare first steps with those of another checkout of clamp"),
     _option("--sizes", type=_each(positive), metavar="N,...", help="n of the n x n matrices (256,512,1024,2048)"),
     _option("--layouts", type=_each(_one_of(_LAYOUTS)), default=_LAYOUTS[:3], metavar="XX,...",
-            help="how the two matrices of a product lie, T is transposed (NN,NT,TN)"),
+            help="layouts of the two matrices of a product, T: transposed (NN,NT,TN)"),
     _option("--convs", choices=("few", "resnet18", "one"), default="few",
             help="which convolutions (few of a ResNet's)"),
     _option("--attention", type=_numbers("BxHxTxD"), default=(2, 8, 512, 64), metavar="BxHxTxD",
@@ -202,7 +202,7 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
                (device_option("all of them"),)),
     "lists": ("clamp.cli.lists:run", "which netcl function runs in which precision, and why", (
         _option("name", nargs="?", metavar="NAME",
-                help="a function by full or own name (matmul_op), a layer (Conv2d), a part of names (pool), or, with "
+                help="a function by full or short name (matmul_op), a layer (Conv2d), a part of names (pool), or, with "
                 "the rules of a list file, the path of a module (layers.2.norm)"),
         _option("--lists", type=Path, metavar="FILE", help="a list file, as for amp.init(lists=)"),
         _option("--policy", choices=_POLICIES, metavar="POLICY", help=f"only {', '.join(_POLICIES)}"),
@@ -211,9 +211,9 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
         device_option(),
     )),
     "bench": ("clamp.cli.bench.command:run", "time clamp against netcl, numpy and torch, side by side", _BENCH),
-    "tune": ("clamp.cli.tune:run", "measure how a GPU's matrix units multiply fastest, and keep it", (
+    "tune": ("clamp.cli.tune:run", "measure the fastest plans of a GPU's matrix units, and keep them", (
         device_option(),
-        _option("--json", metavar="FILE", help="write all times; into a folder as tune-<device>.json"),
+        _option("--json", metavar="FILE", help="write all times; in a folder, as tune-<device>.json"),
         _option("--shapes", type=_each(_numbers("MxNxK")), metavar="MxNxK,...",
                 help="products to measure (512x512x512 to 8192x8192x8192, and two of a wide layer)"),
     )),
@@ -221,26 +221,26 @@ _COMMANDS: dict[str, tuple[str, str, Sequence[Option]]] = {
         _option("run", type=Path, metavar="RUN.json", help="what clamp wrote of a run"),
         _option("-o", "--output", type=Path, metavar="FILE", help="where the page goes (RUN.html)"),
     )),
-    "run": ("clamp.cli.run:run", "train a script of netcl's in mixed precision, as it is", (
+    "run": ("clamp.cli.run:run", "run a training script in mixed precision, unchanged", (
         _DTYPE,
         _option("--report", type=Path, metavar="FILE", help="write the run as a page, or as JSON (.json)"),
         *_SCRIPT,
     )),
-    "trace": ("clamp.cli.trace:run", "write what each op of a script's first steps gives, to compare with", (
+    "trace": ("clamp.cli.trace:run", "write a trace of a script's first steps: checksums of each op", (
         _DTYPE,
-        _option("--steps", type=positive, default=2, metavar="N", help="of optimizers, after which it ends (2)"),
+        _option("--steps", type=positive, default=2, metavar="N", help="optimizer steps to trace (2)"),
         _option("-o", "--output", type=Path, metavar="FOLDER", help="where the trace of this device goes"),
         *_SCRIPT,
     )),
-    "compare": ("clamp.cli.trace:compare", "say which op of a script's first steps gives other bits than then", (
+    "compare": ("clamp.cli.trace:compare", "compare a script's first steps with a trace, bit for bit", (
         _option("output", type=Path, metavar="FOLDER", help="what python -m clamp trace has written"),
         *_SCRIPT,
     )),
-    "warm": ("clamp.cli.warm:run", "compile what training steps need before they do: for images and CI", (
+    "warm": ("clamp.cli.warm:run", "compile kernels before training, for container images and CI", (
         device_option(),
         _option("--model", nargs="+", default=["mlp", "cnn", "lm"], metavar="MODEL",
                 help="mlp, cnn, lm (all three), or a script that turns AMP on, run until its second step is done"),
         _option("--list", action="store_true",
-                help="compile everything anew, keep nothing, and print what each program takes"),
+                help="compile everything again, keep nothing, and print the time of each program"),
     )),
 }  # fmt: skip

@@ -50,10 +50,10 @@ def compare(args: Namespace) -> int:
         known = {file.stem: Trace.read(file) for file in sorted(folder.glob("*.json"))}
         settings = {(trace.about["dtype"], trace.about["steps"]) for trace in known.values()}
     except (ValueError, KeyError) as error:
-        raise CommandError(f"{folder} has a file of other origin than `python -m clamp trace`: {error}", 2) from error
+        raise CommandError(f"{folder} has a file that `python -m clamp trace` did not write: {error}", 2) from error
     if len(settings) != 1:
         what = "traces of several dtypes or numbers of steps" if settings else "no trace"
-        raise CommandError(f"{folder} has {what}: write them by `python -m clamp trace -o {folder} ...`", 2)
+        raise CommandError(f"{folder} has {what}: write them with `python -m clamp trace -o {folder} ...`", 2)
     status, trace = _traced(args, *settings.pop())
     if trace is None or trace.device is None:
         return status

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from clamp import session
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, canonical_dtype
@@ -222,13 +222,17 @@ def _refuse_at_o1(given: dict[str, Any]) -> None:
             raise RuntimeError(f"{reason}. {name} was {given[name]!r}.")
 
 
+class _ApexRule(ScaleRule):
+    """A rule of which messages speak in apex's names."""
+
+    called: ClassVar[Mapping[str, str]] = {"min": "min_loss_scale", "max": "max_loss_scale"}
+
+
 def _scaler_maker(loss_scale: str | float, smallest: float | None, largest: float) -> Callable[[], LossScale]:
     if loss_scale == "off":
         return NoLossScale
     if loss_scale == "dynamic":
-        rule = ScaleRule(max=largest)
-        if smallest is not None:
-            rule = replace(rule, min=smallest)
+        rule = _ApexRule(max=largest, min=ScaleRule.min if smallest is None else smallest)
         return lambda: DynamicLossScale(max(rule.min, min(2.0**16, rule.max)), rule)
     require_number("loss_scale", loss_scale)
     try:

@@ -138,7 +138,7 @@ def test_other_devices_settings_and_scripts_are_told(
     says("written", 0, "trace", "train.py", "-o", "golden")
     says("traces of several dtypes or numbers of steps", 2, "compare", "golden", "train.py")
     (golden / "another.json").write_text("{}", encoding="utf-8")
-    says("of other origin", 2, "compare", "golden", "train.py")
+    says("that `python -m clamp trace` did not write", 2, "compare", "golden", "train.py")
     (golden / "another.json").unlink()
 
     file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "driver": "an older one"}), encoding="utf-8")
