@@ -197,7 +197,7 @@ def shutdown() -> None:
         stop_counting()
 
 
-def _end_what_was_interrupted() -> None:
+def _finish_interrupted() -> None:
     """Ends a shutdown, or an init, that was interrupted, and so was its end."""
     if _handle is not None and not _handle.is_active():
         _handle.shutdown()
@@ -274,7 +274,7 @@ def require_handle() -> AmpHandle:
 
 def require_none(call: str) -> None:
     """Raises RuntimeError if a handle is active."""
-    _end_what_was_interrupted()
+    _finish_interrupted()
     if _handle is not None:
         raise RuntimeError(f"{call} was called while a handle is active: {_handle._way_out}")
 
@@ -336,7 +336,7 @@ def ensure_patched() -> None:
     """Patches netcl for autocast without init. The patches stay, inactive outside regions, until an init."""
     global _autocast_patches
     with lock:
-        _end_what_was_interrupted()
+        _finish_interrupted()
         if _autocast_patches is not None and not Installed.now:  # an interrupted end, or beginning
             forget_patches()
         if _handle is None and _autocast_patches is None:

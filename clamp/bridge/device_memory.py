@@ -215,7 +215,7 @@ _own: dict[str, Any] = {}  # netcl's functions, while somebody listens
 
 
 def listen_to_pools(listener: PoolListener) -> None:
-    """Tells ``listener`` of all pools, until ``hear_no_pools``."""
+    """Tells ``listener`` of all pools, until ``stop_listening_to_pools``."""
     _listeners.append(listener)
     if isinstance(vars(PersistentBufferPool)["allocate"], wrapt.FunctionWrapper):
         return
@@ -224,8 +224,8 @@ def listen_to_pools(listener: PoolListener) -> None:
         setattr(PersistentBufferPool, name, wrapt.FunctionWrapper(_own[name], told))
 
 
-def hear_no_pools(listener: PoolListener) -> None:
-    """``listener`` is told no more; when nobody is, netcl's pools are as they were."""
+def stop_listening_to_pools(listener: PoolListener) -> None:
+    """Stops telling ``listener``; without any listener netcl's pools are as they were."""
     if listener in _listeners:
         _listeners.remove(listener)
     for name in list(_own) if not _listeners else ():
@@ -246,7 +246,7 @@ def _release(wrapped: Any, _pool: Any, args: tuple[Any, ...], kwargs: dict[str, 
     wrapped(*args, **kwargs)
 
 
-def told_of_tensors(made: Any) -> AbstractContextManager[None]:
+def listening_to_tensors(made: Any) -> AbstractContextManager[None]:
     """Inside the ``with``, ``made(tensor)`` is called with every tensor that is made."""
 
     def init(wrapped: Any, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,6 +292,6 @@ class PoolPeak:
 
     def stop(self) -> None:
         """Ends the counting. The next question is told what was counted until now, and counts on."""
-        hear_no_pools(self)
+        stop_listening_to_pools(self)
         self._counts = False
         self._sizes.clear()

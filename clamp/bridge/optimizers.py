@@ -104,9 +104,9 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     old = optimizer.params[index]
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
-    forget_the_gone(optimizer)
+    forget_dead_parameters(optimizer)
     optimizer.params[index] = new
-    forget_the_gone(optimizer)
+    forget_dead_parameters(optimizer)
     for state in vars(optimizer).values():
         if isinstance(state, MutableMapping) and id(old) in state:
             state[id(new)] = state.pop(id(old))
@@ -129,7 +129,7 @@ class _Met:
 _met: dict[int, _Met] = {}  # by id: a user's optimizer may have no hash
 
 
-def forget_the_gone(optimizer: Any) -> None:
+def forget_dead_parameters(optimizer: Any) -> None:
     """Drops the state of parameters that have left an optimizer and are gone.
 
     netcl keeps state by ``id`` of the parameter: one that is new may have the id of one that is gone, and would go on
@@ -160,7 +160,7 @@ def add_missing_state(optimizer: Any) -> None:
     netcl's optimizers make it at construction only. Fused AdamW saves and steps the moments of one list of parameters:
     with another one it goes on parameter by parameter, as with such as consist of parts.
     """
-    forget_the_gone(optimizer)
+    forget_dead_parameters(optimizer)
     params = optimizer.params
     ids = {id(param) for param in params}
     kept = vars(optimizer)

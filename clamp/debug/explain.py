@@ -346,7 +346,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
         left = [x.grad for x in trained if x.grad is not None and bridge.is_floating(x.grad)]
         are_finite = all(one.is_finite for one in statistics_of(left, histogram=False))
         found = explain(trace, skipped, past, leaves_finite=are_finite)
-        trace.let_go()
+        trace.release()
         return found
 
 

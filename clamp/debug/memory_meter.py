@@ -80,7 +80,7 @@ class MemoryMeter:
 
     def __enter__(self) -> MemoryMeter:
         gc.collect()
-        self._told.enter_context(bridge.told_of_tensors(self._made))
+        self._told.enter_context(bridge.listening_to_tensors(self._made))
         return self
 
     def __exit__(self, *exception: object) -> None:

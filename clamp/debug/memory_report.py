@@ -177,8 +177,8 @@ def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
         for where in aside.keys() - gradients_now().keys():  # the dry run holds them, to put them back
             there.pop(where, None)
         watch = _Watch(there)
-        with bridge.told_of_tensors(watch.made), undoing() as undo:
-            undo.callback(bridge.hear_no_pools, watch)
+        with bridge.listening_to_tensors(watch.made), undoing() as undo:
+            undo.callback(bridge.stop_listening_to_pools, watch)
             undo.callback(watch.stop)
             bridge.listen_to_pools(watch)
             watch.start()
@@ -228,10 +228,10 @@ class _Watch(OpCounter):
     # ------------------------------------------------------------------------------------------ what is told
 
     def taken(self, handle: Any, nbytes: int) -> None:
-        self._born(bridge.address_of(handle.buffer), handle.bucket_size, nbytes)
+        self._allocated(bridge.address_of(handle.buffer), handle.bucket_size, nbytes)
 
     def given_back(self, handle: Any) -> None:
-        self._gone(bridge.address_of(handle.buffer))
+        self._freed(bridge.address_of(handle.buffer))
 
     def made(self, tensor: Tensor) -> None:
         """A tensor was made: one in memory of no pool's is new."""
@@ -241,10 +241,10 @@ class _Watch(OpCounter):
         if where in self._live or bridge.whole_of(tensor.buffer) is not tensor.buffer:
             return
         count = getattr(tensor.buffer, "size", 0)
-        self._born(where, count, count)
-        weakref.finalize(tensor, self._gone, where).atexit = False
+        self._allocated(where, count, count)
+        weakref.finalize(tensor, self._freed, where).atexit = False
 
-    def _born(self, where: Address | None, count: int, used: int) -> None:
+    def _allocated(self, where: Address | None, count: int, used: int) -> None:
         if where is None:
             return
         in_backward = _is_in_backward()
@@ -257,7 +257,7 @@ class _Watch(OpCounter):
         self._live[where] = piece
         self._events.append(_Event(piece, True, bridge.free_bytes()))
 
-    def _gone(self, where: Address | None) -> None:
+    def _freed(self, where: Address | None) -> None:
         piece = None if where is None else self._live.pop(where, None)
         if piece is not None:
             piece.died = len(self._events)

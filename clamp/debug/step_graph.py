@@ -175,7 +175,7 @@ class StepGraph:
 
         return read
 
-    def let_go(self, kept: Iterable[Frame] | None = None) -> None:
+    def release(self, kept: Iterable[Frame] | None = None) -> None:
         """Holds no memory of the device any more.
 
         Args:

@@ -184,7 +184,7 @@ class OverflowRecorder(Observer):
         with self._in_replays_memory():
             trace = self._trace(scale, backward=backward)
             found = on_trace(trace, report)
-        trace.let_go()
+        trace.release()
         return found
 
     @contextmanager
@@ -329,7 +329,7 @@ class StepRecorder(Observer):
     def _keep_within_limit(self, tensor: Tensor) -> None:
         if bridge.on_device(tensor) and self._graph.held > _SHARE * tensor.queue.device.global_mem_size:
             self._measure()
-            self._graph.let_go(() if self._of_ranges else self._graph.suspects())
+            self._graph.release(() if self._of_ranges else self._graph.suspects())
 
     def _measure(self) -> None:
         with unrecorded():

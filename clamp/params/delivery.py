@@ -98,7 +98,7 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
         yield reached
 
 
-def is_anothers(tensor: Tensor) -> bool:
+def is_another_threads(tensor: Tensor) -> bool:
     """Returns whether another thread, which is alive, has given a tensor the gradient that it has."""
     by = getattr(tensor, "_given_by", None)
     here = tensor.grad is None or by in (None, threading.get_ident())

@@ -145,7 +145,7 @@ def adding_to(before: Sequence[tuple[Any, Tensor]]) -> None:
     host_step(note)
     if _thread.held is not None:
         _thread.held.met.extend(grad for _, grad in before)
-    may_go_back_to(grad for _, grad in before)
+    note_restorable(grad for _, grad in before)
 
 
 def take_over(grad: Tensor, other: Tensor) -> None:
@@ -210,7 +210,7 @@ def noting_held() -> Iterator[HeldByReplays]:
         yield held
 
 
-def may_go_back_to(grads: Iterable[Tensor | None]) -> None:
+def note_restorable(grads: Iterable[Tensor | None]) -> None:
     """Notes gradients that this thread's host steps, or an error in a replay, may put in their places again."""
     if _thread.held is not None:
         _thread.held.grads.update(map(id, grads))
@@ -288,7 +288,7 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
     found = [(tensor, grad, mark_now(grad), last_shared(tensor)) for tensor, grad in grads if grad is not None]
     if _thread.held is not None:
         _thread.held.tensors.update((id(tensor), tensor) for tensor in tensors)
-    may_go_back_to(grad for _, own, _, shared in found for grad in (own, shared))
+    note_restorable(grad for _, own, _, shared in found for grad in (own, shared))
     return found
 
 

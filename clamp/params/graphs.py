@@ -101,7 +101,7 @@ def stepped(params: Sequence[Tensor], optimizer: Any) -> None:
         if not any(map(has_optimizer, over.waiting.values())):
             over.waiting.clear()  # a node that is held would hold them
             _passes.pop(id(over), None)  # nor does a later step ask for it
-            _let_go(over)
+            _free(over)
 
 
 def has_optimizer(leaf: Tensor) -> bool:
@@ -117,7 +117,7 @@ def has_optimizer(leaf: Tensor) -> bool:
     return bool(leaf._has_optimizer)
 
 
-def _let_go(over: _Backward) -> None:
+def _free(over: _Backward) -> None:
     nodes = [node for x in over.nodes if (node := x()) is not None and getattr(node, "last_pass", None) is over]
     needed = {
         id(below)
@@ -125,10 +125,10 @@ def _let_go(over: _Backward) -> None:
         if not hasattr(child, "last_pass")
         for below in bridge.graph(child)
     }
-    bridge.cut([node for node in nodes if id(node) not in needed], _gone)
+    bridge.cut([node for node in nodes if id(node) not in needed], _raise_freed)
 
 
-def _gone(grad: Tensor) -> list[Tensor | None]:
+def _raise_freed(grad: Tensor) -> list[Tensor | None]:
     raise RuntimeError(
         f"backward reached a node of shape {tuple(grad.shape)} whose graph has been freed: an optimizer has stepped "
         "with the gradients of an earlier backward through it. To run backward through it again after that step, write "
@@ -234,9 +234,9 @@ def _own_references() -> int:
 _OWN = _own_references()
 
 
-def let_values_go(made_from: Iterable[Any], watched: bool) -> None:
-    """A node was made: of those that it and others before were made from, the values go that nothing but the
-    graph can reach and that no gradient function reads.
+def free_unread_values(made_from: Iterable[Any], watched: bool) -> None:
+    """Frees values, of nodes that a new node and others before it were made from, that nothing but the graph can
+    reach and no gradient function reads.
 
     Args:
         made_from: the node's parents; tensors that are no nodes are passed by.

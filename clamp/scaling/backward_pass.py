@@ -106,7 +106,7 @@ class PassGradients:
                         masters.gather(master, model)
                     slots[id(master)] = _Slot(master, model, master.grad)
         self._slots = list(slots.values())
-        gradient_marks.may_go_back_to(slot.before for slot in self._slots)
+        gradient_marks.note_restorable(slot.before for slot in self._slots)
         self._stepped = len(self._slots)  # those of optimizers, which come first
         self._by_model = {id(slot.model): slot for slot in self._slots}
         self._ran: list[_Run] = []

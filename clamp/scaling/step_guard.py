@@ -32,7 +32,7 @@ from clamp.scaling.step_report import (
     StepReport,
     names_among,
     non_finite,
-    skipped_in_vain,
+    skips_error,
     warn_of_lost_bits,
     warn_of_lost_updates,
 )
@@ -189,7 +189,7 @@ class StepGuard(bridge.Listed):
         stuck = scaler is None or scale <= scaler.floor or bool(bad.kept)
         self._skips_in_vain = self._skips_in_vain + 1 if stuck else 0
         if self._skips_in_vain >= self._guards.max_skips_at_floor:
-            raise skipped_in_vain(self._skips_in_vain, scaler, scale, bad)
+            raise skips_error(self._skips_in_vain, scaler, scale, bad)
         return bad
 
     def _non_finite(self, params: Sequence[Tensor]) -> NonFinite:

@@ -236,7 +236,7 @@ def non_finite(params: Sequence[Tensor], last: object, this: object) -> NonFinit
     return NonFinite(infs, nans, tuple(names_among(params, bad)), tuple(names_among(params, kept)))
 
 
-def skipped_in_vain(skips: int, scaler: LossScale | None, scale: float, bad: NonFinite) -> FloatingPointError:
+def skips_error(skips: int, scaler: LossScale | None, scale: float, bad: NonFinite) -> FloatingPointError:
     """The error after so many skips in a row of which no lower scale would have kept any."""
     if bad.kept:
         floor, why = "", f"gradients were not finite before this pass: {CLEAR}"

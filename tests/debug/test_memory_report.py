@@ -195,7 +195,7 @@ def test_the_peak_is_the_most_that_pools_had_given_out(own_queue: cl.CommandQueu
         assert found.now == before.now, "the step was put back"
         assert [x for x in train.model.parameters() if x.grad is not None] == []
     finally:
-        bridge.hear_no_pools(pools)
+        bridge.stop_listening_to_pools(pools)
         train.handle.shutdown()
     assert not hasattr(PersistentBufferPool.allocate, "__wrapped__")
 

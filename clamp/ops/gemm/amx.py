@@ -142,13 +142,13 @@ class Product:
     def __init__(
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
     ) -> None:
-        self._swaps = isinstance(b, Matrix) and _is_packed_rather(a, b, unit)
+        self._swaps = isinstance(b, Matrix) and _packs_a_only(a, b, unit)
         rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
         assert isinstance(rows, Matrix)
         steps = max(-(-a.k // _K_STEP), 1)
         panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
         panel_bytes = steps * unit.step_bytes
-        if _lies_as_panels(rows, unit, columns.rows):
+        if _is_read_in_place(rows, unit, columns.rows):
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
@@ -224,7 +224,7 @@ def _strides(x: Matrix) -> tuple[int, int, int]:
     return _width(x) * x.stride_row, _width(x) * x.stride_k, _width(x) * x.stride_batch
 
 
-def _lies_as_panels(a: Matrix, unit: Unit, columns: int) -> bool:
+def _is_read_in_place(a: Matrix, unit: Unit, columns: int) -> bool:
     """Returns whether tiles of op(A) are read where they are for a product of so many columns: whole ones, rows of k
     together, in one part; and unless all of a tile's rows share the few lines of one set of a first-level cache, which
     costs more than to pack them if there are many columns."""
@@ -239,11 +239,11 @@ def _pack_in_turn(b: Matrix, batches: int) -> bool:
     return prod(b.batch) == batches and (b.stride_k == 1 or bridge.nbytes(b.tensor) // batches <= _BLOCK_BYTES)
 
 
-def _is_packed_rather(a: Matrix, b: Matrix, unit: Unit) -> bool:
+def _packs_a_only(a: Matrix, b: Matrix, unit: Unit) -> bool:
     """Returns whether op(A) is packed, and op(B) read where it is."""
-    if not _lies_as_panels(b, unit, a.rows):
+    if not _is_read_in_place(b, unit, a.rows):
         return False
-    return not _lies_as_panels(a, unit, b.rows) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
+    return not _is_read_in_place(a, unit, b.rows) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
 
 
 def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int, whole_rows: bool) -> tuple[int, int]:

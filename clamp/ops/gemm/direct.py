@@ -12,13 +12,13 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import blocks_of, tile_of
-from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, as_it_lies
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, unpacked
 
 NAME = "direct"
 TAKES = "operands of one storage type"
 IN_WORDS = "one launch that packs what it reads"
 PACKS, ROUNDS = False, True
-pack = as_it_lies
+pack = unpacked
 
 _GEMM = Kernel("gemm_direct.cl", "gemm")
 _KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit

@@ -59,7 +59,7 @@ class Matrix:
         return Matrix(self.tensor, (), prod(self.batch) * self.rows, self.k, self.k, 1)
 
 
-def as_it_lies(b: Matrix) -> Matrix:
+def unpacked(b: Matrix) -> Matrix:
     """The ``pack`` of engines that read op(B) in place."""
     return b
 

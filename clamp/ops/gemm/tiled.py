@@ -12,14 +12,14 @@ from clamp.ops.engine import always
 from clamp.ops.gemm import in_tiles
 from clamp.ops.gemm.in_tiles import TileRun
 from clamp.ops.gemm.plan import SquarePlan, best_plan, slices_of, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Matrix, as_it_lies
+from clamp.ops.gemm.problem import Epilogue, Matrix, unpacked
 
 NAME = "tiled"
 TAKES = "every product"
 IN_WORDS = "tiles in local memory"
 fits = pays = always  # whatever no other engine takes is computed here
 PACKS = ROUNDS = False
-pack = as_it_lies
+pack = unpacked
 
 GEMM = Kernel("gemm_tiled.cl", "gemm")
 _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave some of its lanes idle
