@@ -1,7 +1,7 @@
 """The layout of netcl's objects: tensors, nodes and tapes, modules, optimizers.
 
-A new netcl release is met here, and in ``clamp.patching``, which puts wrappers over netcl: no other room imports netcl
-or touches its private parts (``clamp.cli`` measures it beside clamp). The rest of clamp speaks in these names.
+A new netcl release is met here, in ``clamp.patching``, which puts wrappers over netcl, and in ``clamp.recordings``: no
+other room imports netcl or touches its private parts (``clamp.cli`` measures it). The rest of clamp uses these names.
 """
 
 from clamp.bridge.autograd import *
