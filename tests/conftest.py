@@ -112,6 +112,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "simulated_elsewhere: another test's case shows the simulator the same kernels in an everyday run"
     )
+    config.addinivalue_line(
+        "markers", "unsimulated: kernels that take too long on the simulator, or show nothing there"
+    )
     config.addinivalue_line("markers", "long: takes about a second a case: an everyday run has one of its cases")
     config.addinivalue_line("markers", "slow: part of the full sweep, which runs where CLAMP_TEST_SLOW is set (CI)")
     wanted = [_test_name(name) for name in os.environ.get("CLAMP_TEST_DEVICES", "").split(",") if name]
@@ -326,7 +329,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Has pytest make tests of the cases that run: to make one takes as long as to make ten and leave nine out."""
     test = metafunc.definition
     if "queue" in metafunc.fixturenames:
-        names = [name for name in _QUEUES if _is_of_kernels(test) or name != _SIMULATOR]
+        is_simulated = _is_of_kernels(test) and not test.get_closest_marker("unsimulated")
+        names = [name for name in _QUEUES if is_simulated or name != _SIMULATOR]
         metafunc.parametrize("queue", names, indirect=True, scope="session")
     yield
     chosen = _chosen(test, [_Case(test, case) for case in metafunc._calls])

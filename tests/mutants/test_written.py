@@ -287,16 +287,15 @@ SEEN_BY_THE_SIMULATOR = [
 ]  # fmt: skip
 
 
+@pytest.mark.unsimulated  # what is wrong shows on any device, and some of it is an access out of bounds
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [pytest.param(*mutant[1:], id=mutant[0], marks=[] if mutant in _OFTEN else pytest.mark.slow) for mutant in MUTANTS],
 )
 @pytest.mark.long
 def test_a_mutant_computes_something_else(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str, problem: Any
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str, problem: Any
 ) -> None:
-    if simulated:
-        pytest.skip("what is wrong shows on any device, and some of it is an access out of bounds")
     problem.check(queue, monkeypatch)
     write_wrong(monkeypatch, problem.file, old, new)
     with pytest.raises(AssertionError, match=r"values of float(16|32) differ"):

@@ -148,14 +148,12 @@ def test_storage_types(
     check(normal(queue, 3, (1, 1, 18, 5), *dtypes), True, -0.3, out, grads)
 
 
-def test_many_heads_share_work_items(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("work-items share heads on CPU devices")
-    check(
-        normal(queue, 4, (3, 5 if simulated else 50, 3, 4), *["float32"] * 4), True, None, "float32", ("float32",) * 3
-    )
+@pytest.mark.unsimulated  # work-items share heads on CPU devices
+def test_many_heads_share_work_items(queue: cl.CommandQueue) -> None:
+    check(normal(queue, 4, (3, 50, 3, 4), *["float32"] * 4), True, None, "float32", ("float32",) * 3)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "width"),
@@ -163,9 +161,7 @@ def test_many_heads_share_work_items(queue: cl.CommandQueue, simulated: bool) ->
     [(1, 300), (2, 1), (8, 64), (9, 2), (31, 31), (32, 97), (33, 3), (33, 128), (127, 5), (128, 32), (129, 16),
      (129, 48), (257, 1), (257, 33), (31, 256), (1, 1)],
 )  # fmt: skip
-def test_every_shape(queue: cl.CommandQueue, simulated: bool, plan: str, length: int, width: int) -> None:
-    if simulated:
-        pytest.skip("too slow for the simulator")
+def test_every_shape(queue: cl.CommandQueue, plan: str, length: int, width: int) -> None:
     for causal in (False, True):
         tensors = normal(queue, length, (1, 2, length, width), *["float32"] * 4)
         check(tensors, causal, None, "float32", ("float32",) * 3)

@@ -52,38 +52,34 @@ def test_shapes(queue: cl.CommandQueue, simulated: bool, shape: tuple[int, ...],
     check(normal(queue, 3, shape, *BFLOAT16), causal, None, "float32", ("float32",) * 3, rounded("two parts"))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("engine")
-def test_storage_types(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_storage_types(queue: cl.CommandQueue) -> None:
     grads = ("bfloat16", "float32", "float16")
     check(normal(queue, 4, (1, 2, 18, 5), *BFLOAT16), True, -0.3, "bfloat16", grads, rounded("two parts"))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("engine")
-def test_many_heads_share_work_items(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_many_heads_share_work_items(queue: cl.CommandQueue) -> None:
     tensors = normal(queue, 4, (3, 50, 3, 4), *BFLOAT16)
     check(tensors, True, None, "float32", ("float32",) * 3, rounded("two parts"))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("engine")
-def test_rows_of_nothing_but_minus_infinity_and_nans(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_rows_of_nothing_but_minus_infinity_and_nans(queue: cl.CommandQueue) -> None:
     check_rows_of_nothing_but_minus_infinity_and_nans(queue, "bfloat16")
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_reaches_the_same_gradients(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, which: int, value: float
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, which: int, value: float
 ) -> None:
     """As in register tiles: rows that pad a tile have no part in it."""
-    if simulated:
-        pytest.skip("slow to simulate")
     arrays = [np.abs(to_numpy(x)) for x in normal(queue, 5, (1, 2, 3, 4), *BFLOAT16)]
     arrays[which][0, 1, 1, 2] = value
     q, k, v, g = (to_device(queue, x, "bfloat16") for x in arrays)
@@ -101,10 +97,9 @@ def test_what_is_not_finite_reaches_the_same_gradients(
         np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("engine")
-def test_slopes_beyond_floats_are_infinite(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_slopes_beyond_floats_are_infinite(queue: cl.CommandQueue) -> None:
     ones = np.ones((1, 1, 2, 4))
     arrays = ones * 1e-19, ones * 1e-18, ones * [[[[40], [1]]]], ones * 40
     q, k, v, g = (to_device(queue, x, "bfloat16") for x in arrays)
@@ -139,14 +134,13 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize(("old", "new"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
 @pytest.mark.long
 @pytest.mark.once
 def test_a_mutant_computes_something_else(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
     write_wrong(monkeypatch, "attention_amx.cl", old, new)
     monkeypatch.setattr(ops, "ENGINES", (Always(True),))
 
@@ -155,9 +149,9 @@ def test_a_mutant_computes_something_else(
             tensors = normal(queue, 3, (1, 1, 131, 33), *BFLOAT16)
             check(tensors, causal, None, "float32", ("float32",) * 3, rounded("two parts"))
         for which in (0, 2, 3):
-            test_what_is_not_finite_reaches_the_same_gradients(queue, False, monkeypatch, which, np.inf)
+            test_what_is_not_finite_reaches_the_same_gradients(queue, monkeypatch, which, np.inf)
             monkeypatch.setattr(ops, "ENGINES", (Always(True),))
-        test_slopes_beyond_floats_are_infinite(queue, False)
+        test_slopes_beyond_floats_are_infinite(queue)
 
     with pytest.raises(AssertionError):
         is_right()

@@ -82,27 +82,25 @@ def test_several_steps_and_groups(
     check_half(queue, (1, 1, 17, 5) if simulated else (1, 2, 71, 24), dtype, causal)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [(1, "float16"), (16, "bfloat16"), (24, "float16"), (64, "bfloat16"), (80, "bfloat16"), (128, "float16")],
 )
-def test_shapes(queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., None], width: int, dtype: str) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_shapes(queue: cl.CommandQueue, emulate: Callable[..., None], width: int, dtype: str) -> None:
     for copies in (AT_ONCE, LATE) if width in (24, 80) else (LATE,):
         emulate(copies=copies)
         for length, causal in ((1, True), (17, False), (64, False), (65, True), (97, False)):
             check_half(queue, (1, 2, length, width), dtype, causal)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "dtype"), [*zip(MMA.plans, HALF_DTYPES, strict=True)], ids=str)
-def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, plan: Plan, dtype: str) -> None:
+def test_plans_of_gpus(queue: cl.CommandQueue, plan: Plan, dtype: str) -> None:
     """The trials themselves, in plain C."""
-    if simulated:
-        pytest.skip("slow to simulate")
     assert matrix_units.computes_right(Emulated(plan, AT_ONCE), plan, queue, [dtype])
 
 

@@ -106,11 +106,10 @@ def test_writing_in_place(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(to_numpy(target), np.zeros((3, 5, 4)))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @pytest.mark.usefixtures("plan")
-def test_large_tensors(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("too large for the simulator")
+def test_large_tensors(queue: cl.CommandQueue) -> None:
     for rows, lengths in ((1, (300_007, 5)), (200_003, (1, 2, 5)), (301, (1000, 17))):
         parts = [words(queue, (rows, length), "float16", length) for length in lengths]
         whole = cat([x for x, _ in parts], 1, out_dtype="float16")

@@ -100,12 +100,11 @@ def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, en
         check(queue, case, engine, (x_dtype,) * 4)
 
 
+@pytest.mark.unsimulated  # slow to simulate; other tests have panels of both heights
 @ENGINES
 @pytest.mark.parametrize("features", [*range(1, 14), 16, 20, 28])
-def test_numbers_of_channels(queue: cl.CommandQueue, simulated: bool, features: int, engine: str) -> None:
+def test_numbers_of_channels(queue: cl.CommandQueue, features: int, engine: str) -> None:
     """Panels of weights are of two heights: every remainder, forward and in the input gradient."""
-    if simulated:
-        pytest.skip("slow to simulate; other tests have panels of both heights")
     check(queue, Case(2, features, features, (3, 6), (3, 3), pad=(1, 1), groups=2), engine)
 
 
@@ -118,19 +117,17 @@ def test_sums_of_several_blocks(queue: cl.CommandQueue, simulated: bool, engine:
     check(queue, Case(1, channels, 14, (2, 9), (3, 3), pad=(1, 1)), engine, dtypes)
 
 
+@pytest.mark.unsimulated
 @ENGINES
-def test_positions_of_several_blocks(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_positions_of_several_blocks(queue: cl.CommandQueue, engine: str) -> None:
     check(queue, Case(2, 2, 3, (31, 47), (3, 3), pad=(1, 1)), engine)
     check(queue, Case(3, 9, 13, (29, 29), (1, 1)), engine)
 
 
+@pytest.mark.unsimulated
 def test_as_if_there_were_too_many_positions_for_32_bits(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
     for module in (stage, tiled):
         monkeypatch.setattr(module, "index_type", lambda largest: "ulong")
     check(queue, Case(2, 1, 2, (5, 6), (3, 3), (2, 2), (1, 1)), "tiled")
@@ -202,11 +199,10 @@ def test_repeatable(queue: cl.CommandQueue, simulated: bool, engine: str) -> Non
     np.testing.assert_array_equal(runs[0], runs[2])
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @ENGINES
-def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool, engine: str) -> None:
-    if simulated:
-        pytest.skip("too large to simulate")
+def test_layers_of_a_resnet(queue: cl.CommandQueue, engine: str) -> None:
     for case in (
         Case(2, 3, 64, (56, 56), (7, 7), (2, 2), (3, 3)),
         Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)),

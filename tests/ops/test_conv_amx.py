@@ -50,21 +50,19 @@ def test_several_of_each(
     check(queue, SEVERAL[name], PLAIN_C)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("in_plain_c")
 @pytest.mark.parametrize("items", [1, 16])
-def test_shares_of_work(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, items: int) -> None:
+def test_shares_of_work(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, items: int) -> None:
     """One work-item for all, and more than there are images: panels are shared out, and channels of a gradient."""
-    if simulated:
-        pytest.skip("slow to simulate")
     monkeypatch.setattr(amx, "_ITEMS_PER_CORE", items)
     check(queue, Case(3, 65, 40, (5, 6), (3, 3), pad=(1, 1)), PLAIN_C)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("in_plain_c")
 @pytest.mark.parametrize("name", ["panels", "remainders of several heights"])
-def test_float16_in_two_parts(queue: cl.CommandQueue, simulated: bool, name: str) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
+def test_float16_in_two_parts(queue: cl.CommandQueue, name: str) -> None:
     check(queue, SEVERAL[name], PLAIN_C, ("float16", "float16", "float16", "float32"))
 
 
@@ -147,15 +145,14 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.unsimulated
 @pytest.mark.usefixtures("in_plain_c")
 @pytest.mark.parametrize(("file", "old", "new"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
 @pytest.mark.long
 @pytest.mark.once
 def test_a_mutant_computes_something_else(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, simulated: bool, file: str, old: str, new: str
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str
 ) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
     write_wrong(monkeypatch, file, old, new)
     monkeypatch.setattr(amx, "_STAGED_WORDS", 1500)
 

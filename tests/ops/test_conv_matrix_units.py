@@ -111,12 +111,11 @@ def test_numbers_of_channels(
     check(queue, Case(2, features, 9, (4, 8), (1, 1), groups=2), emulate())
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize("slices", sweep([3, 9], lambda n: n == 0))
 def test_slices_of_positions(
-    queue: cl.CommandQueue, simulated: bool, emulate: Callable[..., str], unit: MatrixConv, slices: int
+    queue: cl.CommandQueue, emulate: Callable[..., str], unit: MatrixConv, slices: int
 ) -> None:
-    if simulated:
-        pytest.skip("slow to simulate")
     check(queue, Case(3, 2, 5, (9, 11), (3, 3), pad=(1, 1), groups=2), emulate(slices=slices))
 
 
@@ -126,11 +125,10 @@ def test_nothing_to_sum(queue: cl.CommandQueue, emulate: Callable[..., str], sha
     check(queue, Case(n, c, 3, (h, w), (3, 3), pad=(2, 2)), emulate())
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
-def test_plans_of_gpus(queue: cl.CommandQueue, simulated: bool, unit: MatrixConv) -> None:
+def test_plans_of_gpus(queue: cl.CommandQueue, unit: MatrixConv) -> None:
     """The trials themselves, in plain C."""
-    if simulated:
-        pytest.skip("slow to simulate")
     for number, plan in enumerate(unit.plans):
         if plan.local_memory_bytes <= capabilities(queue).local_memory_bytes:
             dtypes = HALF_DTYPES if unit is MMA else HALF_DTYPES[number % 2 :][:1]

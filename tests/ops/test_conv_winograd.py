@@ -57,12 +57,11 @@ def test_geometries(queue: cl.CommandQueue, simulated: bool, name: str) -> None:
     check(queue, CASES[name], "winograd")
 
 
+@pytest.mark.unsimulated  # slow to simulate; storage types are those of the other kernels
 @pytest.mark.parametrize(
     ("x_dtype", "w_dtype"), sweep([("float16", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16")])
 )
-def test_storage_types(queue: cl.CommandQueue, simulated: bool, x_dtype: str, w_dtype: str) -> None:
-    if simulated:
-        pytest.skip("slow to simulate; storage types are those of the other kernels")
+def test_storage_types(queue: cl.CommandQueue, x_dtype: str, w_dtype: str) -> None:
     case = Case(2, 131, 14, (3, 19), (3, 3), pad=(1, 1))
     other = {"float16": "bfloat16", "bfloat16": "float16"}[x_dtype]
     check(queue, case, "winograd", (x_dtype, w_dtype, x_dtype, x_dtype))
@@ -140,11 +139,10 @@ def test_outputs_of_stride_2_keep_to_what_they_read(
     assert_close(gx, input_grad(g, w, case), slack=3 * slack(g_magnitude, w.size))
 
 
-def test_overflow(queue: cl.CommandQueue, simulated: bool) -> None:
+@pytest.mark.unsimulated
+def test_overflow(queue: cl.CommandQueue) -> None:
     """Where nothing is finite, on more tiles than are transformed at a time; and where only adding elements up would
     overflow."""
-    if simulated:
-        pytest.skip("slow to simulate")
     case = Case(2, 3, 2, (9, 75), (3, 3), pad=(1, 1))
     x, w, _ = (quantize(array, "bfloat16").astype(np.float64) for array in case.arrays())
     options: Any = {"out_dtype": "bfloat16", "engine": "winograd", "relu": True}
@@ -160,11 +158,10 @@ def test_overflow(queue: cl.CommandQueue, simulated: bool) -> None:
     assert np.isnan(to_numpy(y).astype(np.float32)).all()
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_gradients_of_other_channels_stay_finite(queue: cl.CommandQueue, simulated: bool, value: float) -> None:
+def test_gradients_of_other_channels_stay_finite(queue: cl.CommandQueue, value: float) -> None:
     """What is not finite shows in every filter that reads it, and changes no bit of the others."""
-    if simulated:
-        pytest.skip("slow to simulate")
     case = Case(2, 7, 5, (6, 39), (3, 3), pad=(1, 1))
     x, _, g = case.arrays()
     for spoiled_x, spoiled_g in ((True, False), (False, True)):
@@ -210,10 +207,9 @@ def test_integers_are_exact(queue: cl.CommandQueue, simulated: bool) -> None:
     np.testing.assert_allclose(to_numpy(gw), weight_grad(x, g, case), rtol=0, atol=1e-3)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
-def test_layers_of_a_resnet(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("too large to simulate")
+def test_layers_of_a_resnet(queue: cl.CommandQueue) -> None:
     check(queue, Case(2, 64, 64, (28, 28), (3, 3), pad=(1, 1)), "winograd")
     check(queue, Case(3, 128, 70, (7, 7), (3, 3), pad=(1, 1)), "winograd")
     check(queue, Case(2, 20, 150, (14, 14), (3, 3), pad=(1, 1), groups=2), "winograd", ("bfloat16",) * 4)

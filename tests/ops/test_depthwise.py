@@ -140,10 +140,9 @@ def test_value_and_gradients(
     check(queue, shape, size, stride, pad, mix)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize("shape", [(1, 1, 9, 700), (1, 2, 150, 90), (9, 1, 33, 17)])
-def test_planes_larger_than_a_frame(queue: cl.CommandQueue, simulated: bool, shape: tuple[int, ...]) -> None:
-    if simulated:
-        pytest.skip("large for the simulator")
+def test_planes_larger_than_a_frame(queue: cl.CommandQueue, shape: tuple[int, ...]) -> None:
     for stride in (1, 2):
         check(queue, shape, (3, 3), stride, 1, MIXES[1])
         check(queue, shape, (5, 4), stride, 3, MIXES[2])
@@ -240,13 +239,12 @@ def nan_leaver(queue: cl.CommandQueue) -> Callable[[], None]:
     return leave_nans
 
 
+@pytest.mark.unsimulated  # kernels share no stack in the simulator
 @pytest.mark.parametrize(("shape", "size", "stride", "pad", "mix"), CASES)
 def test_memory_that_nobody_wrote(
-    queue: cl.CommandQueue, simulated: bool, shape: tuple[int, ...], size: tuple[int, int], stride: int, pad: int,
+    queue: cl.CommandQueue, shape: tuple[int, ...], size: tuple[int, int], stride: int, pad: int,
     mix: tuple[str, ...],
 ) -> None:  # fmt: skip
-    if simulated:
-        pytest.skip("kernels share no stack in the simulator")
     rng = np.random.default_rng(6)
     extents = (shape, (shape[1], 1, *size), (shape[1],))
     x, w, bias = (to_device(queue, rng.standard_normal(each), t) for each, t in zip(extents, mix, strict=False))

@@ -358,6 +358,7 @@ def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, engine: st
         np.testing.assert_array_equal(gemm(a, b, out_dtype="float32", engine=engine).to_host(), first)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @ENGINES
 @pytest.mark.parametrize(
@@ -370,10 +371,8 @@ def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, engine: st
     ],
 )
 def test_full_size(
-    queue: cl.CommandQueue, simulated: bool, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
+    queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
 ) -> None:
-    if simulated:
-        pytest.skip("too large for the simulator")
     transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 

@@ -171,12 +171,9 @@ def test_a_weight_is_rounded_as_it_is_read(
     np.testing.assert_array_equal(to_numpy(copy), to_numpy(cast(b, dtype)))
 
 
-def test_long_sums_of_one_sign_lose_no_bits(
-    queue: cl.CommandQueue, simulated: bool, in_plain_c: Callable[..., None]
-) -> None:
+@pytest.mark.unsimulated
+def test_long_sums_of_one_sign_lose_no_bits(queue: cl.CommandQueue, in_plain_c: Callable[..., None]) -> None:
     """In one running sum of 8,192 the error would be 2^-21.4 of it."""
-    if simulated:
-        pytest.skip("the simulator would take minutes")
     in_plain_c()
     a, b = np.abs(random(8, 8192)), np.abs(random(8192, 16, seed=1))
     result = gemm(to_device(queue, a, F16), to_device(queue, b, F16), out_dtype="float32", engine="amx")
@@ -273,17 +270,16 @@ MUTANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.unsimulated  # what is wrong shows on any device
 @pytest.mark.kernel
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize(("old", "new", "case"), [pytest.param(*mutant[1:], id=mutant[0]) for mutant in MUTANTS])
 @pytest.mark.long
 @pytest.mark.once
 def test_a_mutant_computes_something_else(
-    queue: cl.CommandQueue, simulated: bool, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch, old: str,
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch, old: str,
     new: str, case: Case,
 ) -> None:  # fmt: skip
-    if simulated:
-        pytest.skip("what is wrong shows on any device")
     in_plain_c(in_turn=case.in_turn)
     case.check(queue)
     write_wrong(monkeypatch, "gemm_amx.cl", old, new)

@@ -40,13 +40,10 @@ def test_types_and_layouts(
     check(queue, a, b, (a_type, b_type, "float32"), engine=by_plan(monkeypatch, tiled, PLANS[3]), **transposes)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.kernel
 @pytest.mark.parametrize("plan", sweep(PLANS[:3], lambda n: n == 2), ids=str)
-def test_unrolled_as_on_gpus(
-    queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch, plan: SquarePlan
-) -> None:
-    if simulated:
-        pytest.skip("too slow to simulate")
+def test_unrolled_as_on_gpus(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, plan: SquarePlan) -> None:
     monkeypatch.setattr(tiled, "capabilities", lambda queue: GPU)
     m, n, k = plan.rows + 3, plan.columns + 8, plan.k + 8
     check(
@@ -54,10 +51,9 @@ def test_unrolled_as_on_gpus(
     )
 
 
+@pytest.mark.unsimulated
 @pytest.mark.kernel
-def test_slices_of_a_thin_gradient(queue: cl.CommandQueue, simulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if simulated:
-        pytest.skip("too slow to simulate")
+def test_slices_of_a_thin_gradient(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "capabilities", lambda queue: GPU)
     taken = []
     bind = tiled.in_tiles.bind

@@ -140,11 +140,10 @@ def test_positions_are_sorted_and_equal_ones_keep_their_order(
     np.testing.assert_array_equal(starts.to_host(), np.searchsorted(np.sort(rows), np.arange(dim + 1)))
 
 
+@pytest.mark.unsimulated
 @pytest.mark.slow
 @pytest.mark.usefixtures("plan")
-def test_tables_of_language_models(queue: cl.CommandQueue, simulated: bool) -> None:
-    if simulated:
-        pytest.skip("too large for the simulator")
+def test_tables_of_language_models(queue: cl.CommandQueue) -> None:
     rng = np.random.default_rng(0)
     for dim, n, inner in ((256, 4096, 64), (20_011, 1009, 96)):
         index = np.minimum(rng.zipf(1.3, n) - 1, dim - 1)

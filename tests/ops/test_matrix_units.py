@@ -138,16 +138,15 @@ def test_many_steps_in_few_stages(
     check(queue, random(m, k), random(k, n), engine=emulate(plan, copies=copies), **transposes)
 
 
+@pytest.mark.unsimulated
 @TRANSPOSES
 @pytest.mark.parametrize("unit", _OFTEN[:-1], indirect=True)
 @pytest.mark.parametrize("number", sweep(range(3), lambda n: n == 1))
 def test_the_plans_of_gpus(
-    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool,
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool,
     transpose_b: bool,
 ) -> None:  # fmt: skip
     plan = unit.plans[number % len(unit.plans)]
-    if simulated:
-        pytest.skip("slow to simulate")
     if plan.local_memory_bytes > capabilities(queue).local_memory_bytes:
         pytest.skip(f"the device has too little local memory for {plan}")
     m, n, k = plan.rows + 8, plan.columns + 8, plan.k * plan.stages + 8

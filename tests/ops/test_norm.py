@@ -285,11 +285,10 @@ def test_norms_of_the_last_axis(
     assert_close(dx, g * r - values * projection * r * r / length, slack=2 * slack_of(n, g * r) * n)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize("n", [4096 + 33, 3 * 4096])
-def test_rows_of_several_pieces(queue: cl.CommandQueue, simulated: bool, n: int) -> None:
+def test_rows_of_several_pieces(queue: cl.CommandQueue, n: int) -> None:
     """Whose sums are of one sign, so that a piece that is missing shows."""
-    if simulated:
-        pytest.skip("slow to simulate")
     values = np.random.default_rng(5).standard_normal((2, n)).astype(np.float32) + 1
     tensor, gamma, beta = to_device(queue, values), to_device(queue, np.ones(n)), to_device(queue, np.zeros(n))
     dtypes = {"dx_dtype": "float32", "dgamma_dtype": "float32"}

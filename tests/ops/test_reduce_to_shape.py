@@ -83,10 +83,9 @@ def test_sum_to_shape(
     check(queue, source, target, dtype, out_dtype)
 
 
+@pytest.mark.unsimulated
 @pytest.mark.parametrize(("source", "target"), LARGE)
-def test_large_sums(queue: cl.CommandQueue, simulated: bool, source: tuple[int, ...], target: tuple[int, ...]) -> None:
-    if simulated:
-        pytest.skip("too large for the simulator")
+def test_large_sums(queue: cl.CommandQueue, source: tuple[int, ...], target: tuple[int, ...]) -> None:
     check(queue, source, target, "float16", "float32")
 
 
