@@ -41,14 +41,19 @@ def loss_of(model: Sequential, data: tuple[Tensor, Tensor]) -> Node:
     return ag.mul(ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), LOSS_FACTOR)
 
 
+def scaled_backward(handle: Any, loss: Node, optimizer: Any) -> None:
+    """One scaled pass: the second of the two lines, and what stands in it."""
+    with handle.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
 def stepping(handle: Any, model: Sequential, optimizer: Any) -> Callable[[Tensor, Tensor], Node]:
     """A training step with the two lines, of inputs and targets; it returns the loss, and can be recorded."""
 
     def train(x: Tensor, y: Tensor) -> Node:
         optimizer.zero_grad()
         loss = loss_of(model, (x, y))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
         return loss
 
@@ -91,8 +96,7 @@ class Task:
 
     def backward(self, handle: Any, size: float = 1.0) -> None:
         """One scaled pass."""
-        with handle.scale_loss(self.loss(size), self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, self.loss(size), self.optimizer)
 
     def step(self, handle: Any, size: float = 1.0) -> None:
         """One scaled pass, and the step of its gradient, which goes."""

@@ -12,7 +12,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node
-from tests.networks import batch, loss_of, mlp, step
+from tests.networks import batch, loss_of, mlp, scaled_backward, step
 from tests.reference import to_device, to_numpy
 
 
@@ -38,8 +38,7 @@ def test_gradients_are_right_without_scaling_where_float16_needs_it(queue: cl.Co
         with amp.init(dtype=dtype, loss_scale=1.0 if dtype == "float16" else "auto") as handle:
             hidden = ag.matmul(ag.tensor(to_device(queue, np.ones((2, 2)))), ag.tensor(weight, requires_grad=True))
             loss = ag.mul(ag.sum(hidden), 2.0**-30)
-            with handle.scale_loss(loss, SGD([weight], lr=1.0)) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, SGD([weight], lr=1.0))
         return to_numpy(weight.grad)
 
     assert gradient("bfloat16").tolist() == [[2.0**-29] * 2] * 2
@@ -87,8 +86,7 @@ def test_every_api_speaks_bfloat16(queue: cl.CommandQueue, handle: amp.AmpHandle
 def test_an_overflow_of_float16_is_none(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
     optimizer = SGD(model.parameters(), lr=1e-12)
-    with handle.scale_loss(ag.mul(loss_of(model, data), 2.0**40), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, ag.mul(loss_of(model, data), 2.0**40), optimizer)
     grads = [to_numpy(param.grad) for param in model.parameters()]
     assert max(np.abs(grad).max() for grad in grads) > 65504
     assert all(np.isfinite(grad).all() for grad in grads)

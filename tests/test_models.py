@@ -19,6 +19,7 @@ from netcl.runtime.graph_fusion import optimize_model
 from netcl.ssl import methods
 
 from clamp import amp
+from tests.networks import scaled_backward
 from tests.recipes import NO_RECIPE, RECIPES, Recipe, classes, loss_of, make, training_fusion, values
 from tests.reference import to_device, to_numpy
 
@@ -37,8 +38,7 @@ def step(recipe: Recipe, queue: cl.CommandQueue, dtype: str) -> tuple[float, lis
         before = [param.to_host().copy() for param in made.trained]
         optimizer = SGD(made.trained, lr=0.5)
         loss = loss_of(recipe, made)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         assert all(param.grad is not None for param in made.trained)
         assert {param.grad.dtype for param in made.trained} | {param.dtype for param in made.trained} == {"float32"}
         gradients = [param.grad.to_host().copy() for param in made.trained]
@@ -179,8 +179,7 @@ def method_steps(name: str, queue: cl.CommandQueue, dtype: str) -> list[float]:
         for _ in range(2):
             optimizer.zero_grad()
             loss = model.training_step(views)
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, optimizer)
             for param in model.parameters():
                 assert param.grad.dtype == "float32"
                 assert np.isfinite(param.grad.to_host()).all()

@@ -18,7 +18,7 @@ from netcl.optim import SGD, Adam
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
 from clamp.casting.operands import note_numpy_backend
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -58,8 +58,7 @@ def test_gradients_are_those_of_the_network(queue: cl.CommandQueue, dtype: str, 
     optimizer = SGD(model.parameters(), lr=1e-3)
     expected = reference_gradients(model, data, dtype)
     handle = amp.init(dtype=dtype)
-    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, data), optimizer)
     for param, want in zip(model.parameters(), expected, strict=True):
         assert param.dtype == "float32"
         assert param.grad.dtype == "float32"
@@ -90,8 +89,7 @@ def test_the_tape_and_the_node_give_the_same_gradients(queue: cl.CommandQueue) -
         tape.backward(scaled_loss)
     by_tape = gradients(model.parameters())
     optimizer.zero_grad()
-    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, data), optimizer)
     assert_same(by_tape, gradients(model.parameters()))
 
 
@@ -131,13 +129,11 @@ def test_accumulated_gradients_are_the_sum(queue: cl.CommandQueue) -> None:
     separate = []
     for data in (first, second):
         optimizer.zero_grad()
-        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss_of(model, data), optimizer)
         separate.append(gradients(model.parameters()))
     optimizer.zero_grad()
     for data in (first, second):
-        with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss_of(model, data), optimizer)
     for a, b, total in zip(*separate, gradients(model.parameters()), strict=True):
         np.testing.assert_allclose(total, a + b, rtol=1e-6, atol=1e-6)
 
@@ -206,8 +202,7 @@ def test_a_step_that_is_looked_at_gives_up_nothing(queue: cl.CommandQueue) -> No
     with amp.init(loss_scale=2.0**8) as handle:
 
         def backward(x: Tensor) -> None:
-            with handle.scale_loss(loss_of(model, (x, y)), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss_of(model, (x, y)), optimizer)
 
         def train() -> None:
             backward(x)
@@ -253,8 +248,7 @@ def test_two_losses_that_share_a_trunk_count_it_once(queue: cl.CommandQueue) -> 
     optimizer.zero_grad()
     out = model(ag.tensor(x))
     total = ag.add(ag.mse_loss(out, ag.tensor(y)), ag.sum(out))
-    with handle.scale_loss(total, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, total, optimizer)
     for a, b in zip(together, gradients(model.parameters()), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -267,8 +261,7 @@ def test_a_parameters_own_node_that_outlives_zero_grad(queue: cl.CommandQueue) -
     handle = amp.init(loss_scale=1024.0)
     for _ in range(3):
         optimizer.zero_grad()
-        with handle.scale_loss(ag.sum(ag.matmul_op(x, node)), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, ag.sum(ag.matmul_op(x, node)), optimizer)
         np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 3), 2.0))
 
 
@@ -280,8 +273,7 @@ def test_a_16_bit_parameter_trains_through_its_master(queue: cl.CommandQueue) ->
     for expected in (1 - 2 * 2.0**-6, 1 - 4 * 2.0**-6):
         optimizer.zero_grad()
         loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         assert optimizer.params[0].grad.dtype == "float32"
         optimizer.step()
         np.testing.assert_array_equal(to_numpy(weight), np.full((4, 3), expected))
@@ -292,8 +284,7 @@ def test_input_batches_get_no_gradient(queue: cl.CommandQueue) -> None:
     optimizer = SGD(model.parameters())
     handle = amp.init()
     for _ in range(2):
-        with handle.scale_loss(loss_of(model, (x, y)), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss_of(model, (x, y)), optimizer)
     assert x.grad is None
     assert y.grad is None
 
@@ -468,8 +459,7 @@ def test_plain_tensors_that_netcl_trains_are_trained(queue: cl.CommandQueue) -> 
     x = ag.tensor(to_device(queue, np.ones((3, 4))))
     with amp.init(loss_scale=128.0) as handle:
         loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
     np.testing.assert_array_equal(weight.to_host(), np.full((4, 2), 1 - 0.125 * 3))
 
@@ -494,8 +484,7 @@ def test_plain_tensors_of_a_users_optimizer_are_spoken_of(queue: cl.CommandQueue
         ):
             pass
         loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
     np.testing.assert_array_equal(weight.grad.to_host(), np.full((4, 2), 3.0))
 
 

@@ -22,7 +22,7 @@ from clamp.bridge import Node, Tensor
 from clamp.casting.module_rules import ModuleRule, rule_for
 from clamp.casting.policy_table import PolicyError
 from clamp.params.weight_cache import weight_cache
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, stepping, weights_of
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, stepping, weights_of
 from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -287,8 +287,7 @@ def gradients(queue: cl.CommandQueue, forward: Callable[[Net, Any], Any] | None 
             amp.decorate(net, optimizer)
         out = net(ag.tensor(x)) if forward is None else forward(net, ag.tensor(x))
         loss = ag.mul(ag.mse_loss(out, ag.tensor(y)), LOSS_FACTOR)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         assert {param.grad.dtype for param in net.parameters()} == {"float32"}
         assert handle.loss_scale == options.get("loss_scale", 65536.0)
         return [*(to_numpy(param.grad) for param in net.parameters()), to_numpy(loss.value)]
@@ -352,8 +351,7 @@ def test_a_weight_read_in_two_dtypes_has_a_copy_in_each(queue: cl.CommandQueue) 
         copies = [value for value in weight_cache.values if isinstance(value, Tensor)]
         assert sorted(copy.dtype for copy in copies) == ["bfloat16", "float16"]
         loss = ag.add(ag.sum(ag.add(outs[0], outs[2])), ag.sum(ag.add(outs[1], outs[3])))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
     np.testing.assert_array_equal(to_numpy(net.one.weight.grad), 4.0)  # of all four
 
 
@@ -449,8 +447,7 @@ def test_o2_gives_parameters_their_rules_dtypes(
     for _ in range(4):
         optimizer.zero_grad()
         loss = ag.mul(ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), LOSS_FACTOR)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
         losses.append(float(to_numpy(loss.value)[0]))
     assert losses[-1] < losses[0]

@@ -17,7 +17,7 @@ from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.casting.results import RESULTS, Observer
 from clamp.opencl.device import capabilities
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import to_device
 
 
@@ -93,8 +93,7 @@ def test_bits_are_the_same_with_an_observer(queue: cl.CommandQueue, gradients: b
                     RESULTS.attach(notes)
                 optimizer.zero_grad()
                 loss = ag.add(loss_of(model, data), loss_of(model, data))
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(handle, loss, optimizer)
                 optimizer.step()
                 if notes is not None:
                     RESULTS.detach(notes)

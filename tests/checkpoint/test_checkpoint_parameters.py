@@ -15,7 +15,7 @@ from netcl.optim import SGD, Adam, AdamW
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from tests.checkpoint.test_checkpoints import OPTIMIZERS, same_bits
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 
 # said once a pass of parameters that were taken out of every optimizer, as they are here
 
@@ -42,8 +42,7 @@ def train(handle: Any, model: Any, optimizers: Any, steps: range, left_out: bool
     for step in steps:
         model_grads_off(model)
         loss = loss_of(model, batch(model.parameters()[0].queue, 4, SQUARE[0], SQUARE[-1], seed=step))
-        with handle.scale_loss(loss, listed) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, listed)
         for optimizer in listed:
             optimizer.step()
             assert handle._scaling.guard(optimizer).last.stepped

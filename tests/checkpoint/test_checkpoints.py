@@ -19,7 +19,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 
 WIDTHS = (8, 16, 4)
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -43,8 +43,7 @@ def train(handle: Any, model: Any, optimizer: Any, steps: range, history: list[f
         if step == 1:
             x = Tensor.from_host(queue, np.full(x.shape, np.inf, np.float32))
         loss = loss_of(model, (x, y))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
         history.append(float(np.asarray(loss.value.to_host(), np.float32).reshape(-1)[0]))
 
@@ -154,8 +153,7 @@ def test_buffers_random_numbers_and_several_models(queue: cl.CommandQueue, tmp_p
                 optimizer.zero_grad()
             hidden = ag.dropout(models[0](ag.tensor(Tensor.from_host(queue, images))), p=0.5)
             loss = ag.mean(ag.square(models[1](hidden)))
-            with handle.scale_loss(loss, optimizers) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
 

@@ -26,7 +26,7 @@ from netcl.trainer import Trainer
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from tests.compat.test_scalers import Steps
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import assert_same, to_device, to_numpy
 from tests.scaling.test_overflow import plant
 
@@ -446,8 +446,7 @@ def test_the_handle_shows_the_scale_and_the_steps_of_a_trainers_scaler(
         trainer.fit(data)
         assert half.last_step is not None
         assert (half.last_step.stepped, half.last_step.scale, half.loss_scale) == (stepped, after, after)
-    with half.scale_loss(loss_of(model, batch(queue, 8, 8, 4)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(half, loss_of(model, batch(queue, 8, 8, 4)), optimizer)
     assert half.loss_scale == 2.0**16
     optimizer.step()
     assert (half.last_step.stepped, half.last_step.scale) == (True, 2.0**16)

@@ -18,7 +18,7 @@ from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.scaling.dynamic_scale import ScaleRule
-from tests.networks import LOSS_FACTOR, mlp, weights_of
+from tests.networks import LOSS_FACTOR, mlp, scaled_backward, weights_of
 from tests.recipes import RECIPES, Made, Recipe, make
 from tests.recordings.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned
 from tests.reference import HALF_DTYPES, to_device, to_numpy
@@ -69,8 +69,7 @@ def eager(queue: cl.CommandQueue, dtype: str, name: str, batches: list[np.ndarra
         for x, y in zip(batches, TARGETS, strict=True):
             optimizer.zero_grad()
             loss = loss_of(model, ag.tensor(to_device(queue, x)), ag.tensor(to_device(queue, y)))
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, optimizer)
             optimizer.step()
             results.append([loss.value.to_host(), *weights_of(model), handle.loss_scale])
     return results

@@ -18,7 +18,7 @@ from clamp.bridge import Node
 from clamp.debug.explain import Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import optimize
-from tests.networks import batch, loss_of, mlp
+from tests.networks import batch, loss_of, mlp, scaled_backward
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -141,8 +141,7 @@ def test_what_was_put_into_a_gradient_is_told(queue: cl.CommandQueue, armed: boo
 
     def step() -> None:
         small.optimizer.zero_grad()
-        with handle.scale_loss(ag.mean(small.layer(ag.tensor(small.x))), small.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, ag.mean(small.layer(ag.tensor(small.x))), small.optimizer)
         small.layer.weight.grad.write(np.full((4, 4), np.nan, np.float32))
         small.optimizer.step()
 

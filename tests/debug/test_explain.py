@@ -25,7 +25,7 @@ from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import FAULTS, Training, line_of, optimize
 from tests.faults.inject import Calls, Failure
-from tests.networks import Task, batch, mlp, step, weights_of
+from tests.networks import Task, batch, mlp, scaled_backward, step, weights_of
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -202,8 +202,7 @@ def test_a_call_that_fails_in_a_step_that_is_looked_at_changes_nothing(queue: cl
     def run() -> None:
         optimizer.zero_grad()
         loss = ag.mean(ag.tanh(norm(ag.tensor(x))))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
 
     def everything() -> Any:
@@ -240,8 +239,7 @@ def test_another_thread_has_steps_of_its_own(queue: cl.CommandQueue, debug: str 
         training.optimizer.zero_grad()
         loss = training.loss(*training.data)
         beside()
-        with handle.scale_loss(loss, training.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, training.optimizer)
         beside()
         training.optimizer.step()
 
@@ -267,8 +265,7 @@ def test_two_optimizers_that_skip_are_told_the_same(queue: cl.CommandQueue) -> N
     params = training.model.parameters()
     first, second = SGD(params[:2], lr=1e-4), SGD(params[2:], lr=1e-4)
     handle = amp.init(debug="attribution", loss_scale=8.0)
-    with handle.scale_loss(training.loss(*training.data), [first, second]) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, training.loss(*training.data), [first, second])
     for optimizer in (first, second):
         optimizer.step()
         check(handle.explain(), "forward")
@@ -302,8 +299,7 @@ def test_a_metric_that_nobody_trains_on_is_not_blamed(queue: cl.CommandQueue) ->
     handle = amp.init(debug="attribution", loss_scale=8.0)
     loss = training.loss(*training.data)
     ag.log(ag.mul(loss, 0.0))  # -inf
-    with handle.scale_loss(loss, training.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss, training.optimizer)
     param = training.model.parameters()[0]
     param.grad = to_device(queue, np.full(param.shape, np.nan))
     training.optimizer.step()
@@ -383,8 +379,7 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
     training, sound = Training(queue, "forward"), Training(queue, "none")
     handle = amp.init(debug="attribution", loss_scale=8.0)
     for one in (training, sound):
-        with handle.scale_loss(one.loss(*one.data), [training.optimizer, sound.optimizer]) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, one.loss(*one.data), [training.optimizer, sound.optimizer])
     training.optimizer.step()
     assert handle.explain().kind == kind
 

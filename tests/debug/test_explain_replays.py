@@ -14,6 +14,7 @@ from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.debug.explain import Explanation
 from tests.debug.faults import Training
+from tests.networks import scaled_backward
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -74,8 +75,7 @@ def loss_of(training: Training, x: Node) -> Node:
 
 def one_pass(training: Training, handle: Any, x: Node) -> None:
     training.optimizer.zero_grad()
-    with handle.scale_loss(loss_of(training, x), training.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(training, x), training.optimizer)
 
 
 WAYS = {"tensors": on_tensors, "arrays": on_arrays, "step outside": step_outside, "graph": as_graph}
@@ -105,8 +105,7 @@ def test_passes_that_a_later_replay_has_overwritten_are_not_blamed(queue: cl.Com
 
     @amp.record
     def add_up(x: Tensor) -> None:
-        with handle.scale_loss(loss_of(training, ag.tensor(x)), training.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss_of(training, ag.tensor(x)), training.optimizer)
 
     for bad in (None, None, 2, 1):
         training.optimizer.zero_grad()

@@ -26,7 +26,7 @@ from clamp.debug.traces import trace_step
 from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
 from tests.debug.faults import optimize
-from tests.networks import batch, mlp, step
+from tests.networks import batch, mlp, scaled_backward, step
 from tests.ops.test_statistics import expected
 from tests.reference import to_device
 
@@ -280,8 +280,7 @@ def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(
 
     def step() -> None:
         loss = ag.sum(ag.mul(ag.matmul_op(to_device(queue, np.ones((4, 4), np.float32)), ag.tensor(weight)), factor))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
 
     ranges = handle.ranges(step)
     assert ranges.suggested_scale == expected

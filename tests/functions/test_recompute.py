@@ -23,7 +23,7 @@ from clamp.bridge import Node, Parameter, Tape, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.functions import recompute
 from clamp.params.weight_cache import weight_cache
-from tests.networks import batch
+from tests.networks import batch, scaled_backward
 from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -164,8 +164,7 @@ def _trained(
         node = Node(x, requires_grad=True)
         out = forward(checkpoint, node)
         loss = ag.mul(ag.sum(ag.mul(out, out)), 0.01)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         return out.value
 
     run = wrap(run)
@@ -265,8 +264,7 @@ def test_a_graph_that_is_kept_gives_its_gradients_twice(queue: cl.CommandQueue) 
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         found.append([param.grad.to_host() for param in params])
     assert_same(found[1], found[0])
 

@@ -18,7 +18,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
-from tests.networks import LOSS_FACTOR
+from tests.networks import LOSS_FACTOR, scaled_backward
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 STEPS, ROWS, INPUTS, HIDDEN = 4, 3, 2, 3
@@ -178,8 +178,7 @@ def test_outputs_and_gradients_are_those_of_float64(queue: cl.CommandQueue, expe
         with ag.no_grad():
             assert_near(to_numpy(net().value), output, 4 * TOLERANCE[dtype])
         loss = net.loss()
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         for param, want in zip(net.params, gradients, strict=True):
             assert param.grad.dtype == "float32"
             assert_near(to_numpy(param.grad) / LOSS_FACTOR, want, 8 * TOLERANCE[dtype])
@@ -202,8 +201,7 @@ def test_training_learns_and_skips_an_overflow(queue: cl.CommandQueue) -> None:
                 kept, net.inputs[1] = net.inputs[1], to_device(queue, np.full((ROWS, INPUTS), np.nan))
             optimizer.zero_grad()
             loss = net.loss()
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, optimizer)
             optimizer.step()
             if step == 2:
                 net.inputs[1] = kept
@@ -224,8 +222,7 @@ def test_gradients_add_up_in_fp32_over_time(queue: cl.CommandQueue, dtype: str) 
         for x in inputs:
             y = amp.cast(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)), "float32")
             total = y if total is None else total + y
-        with handle.scale_loss(total, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, total, optimizer)
         assert weight.grad.dtype == "float32"
         assert float(weight.grad.to_host()[0, 0]) == 2048 + 50
 
@@ -252,8 +249,7 @@ def test_each_weight_is_cast_once_an_iteration(
             for _ in range(iterations):
                 capsys.readouterr()
                 if train:
-                    with handle.scale_loss(net.loss(), optimizer) as scaled_loss:
-                        scaled_loss.backward()
+                    scaled_backward(handle, net.loss(), optimizer)
                     optimizer.step()
                 else:
                     with ag.no_grad():
@@ -296,8 +292,7 @@ def test_packed_sequences_equal_masked_ones(queue: cl.CommandQueue, dtype: str) 
                     (new,) = elman(NETCL, ag.tensor(to_device(queue, x[step])), (h,), weights)
                     h = ag.add(h, ag.mul(ag.sub(new, h), mask))
             loss = ag.mse_loss(amp.cast(h, "float32"), ag.tensor(to_device(queue, np.ones((ROWS, HIDDEN)))))
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, loss, optimizer)
             results.append([to_numpy(h.value), *(to_numpy(param.grad) for param in params)])
     for first, second in zip(*results, strict=True):
         assert_near(first, second, 8 * TOLERANCE[dtype])

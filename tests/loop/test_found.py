@@ -11,7 +11,7 @@ import pytest
 from netcl.optim import SGD
 
 from clamp import amp
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 
 Data = tuple[Any, Any]
 
@@ -46,8 +46,7 @@ def before(model: Any) -> Iterator[list[np.ndarray]]:
 
 def train(handle: amp.AmpHandle, model: Any, optimizer: Any, data: Data) -> None:
     """One pass, and no step."""
-    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, data), optimizer)
 
 
 SKIPPED = {
@@ -130,7 +129,6 @@ def test_a_pass_that_reaches_frozen_parameters_only_raises_without_casts_too(mod
     with amp.init() as handle:
         with handle.disable_casts():
             loss = loss_of(model, good)
-        with pytest.raises(RuntimeError, match="frozen"):  # noqa: SIM117
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="frozen"):
+            scaled_backward(handle, loss, optimizer)
         assert handle.last_step is None

@@ -23,7 +23,7 @@ from clamp.params import gradient_marks, masters
 from clamp.params.writes import writes
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
-from tests.networks import LR, Task
+from tests.networks import LR, Task, scaled_backward
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -131,8 +131,7 @@ def test_nested_passes_add_up(task: Task, inner_first: bool) -> None:
     with handle.scale_loss(task.loss(1.0), task.optimizer) as first:
         if not inner_first:
             first.backward()
-        with handle.scale_loss(task.loss(2.0), task.optimizer) as second:
-            second.backward()
+        scaled_backward(handle, task.loss(2.0), task.optimizer)
         if inner_first:
             first.backward()
     assert task.gradient == 3.0
@@ -256,8 +255,7 @@ def test_a_generators_leftover_is_divided_by_its_own_scale(queue: cl.CommandQueu
         return ag.mul(ag.sum(ag.matmul_op(x, ag.tensor(critic.weight))), size)
 
     made = fake()
-    with handle.scale_loss(judged(made, 1 / 8), critic.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, judged(made, 1 / 8), critic.optimizer)
     leftover = generator.weight.grad
     assert gradient_marks.scale_of(leftover) is not None
     with pytest.raises(RuntimeError, match="still multiplied by the loss scale"):
@@ -266,8 +264,7 @@ def test_a_generators_leftover_is_divided_by_its_own_scale(queue: cl.CommandQueu
         clip.clip_grad_norm([generator.weight], 1.0)
     critic.optimizer.step()
     critic.weight.write(np.ones((4, 3), np.float32))
-    with handle.scale_loss(judged(fake(), 1 / 4), generator.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, judged(fake(), 1 / 4), generator.optimizer)
     assert generator.gradient == 2 * 3 / 8 + 2 * 3 / 4
     generator.optimizer.step()
     assert handle.last_step.stepped
@@ -277,11 +274,9 @@ def test_a_leftover_that_is_not_reached_again_is_unscaled(queue: cl.CommandQueue
     handle = amp.init(loss_scale=SCALE)
     first, second = Task(queue), Task(queue)
     both = SGD([first.weight, second.weight], lr=LR)
-    with handle.scale_loss(ag.add(first.loss(3.0), second.loss()), second.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, ag.add(first.loss(3.0), second.loss()), second.optimizer)
     assert first.gradient == 3.0 * SCALE
-    with handle.scale_loss(second.loss(), both) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, second.loss(), both)
     assert (first.gradient, second.gradient) == (3.0, 2.0)
 
 
@@ -294,8 +289,7 @@ def test_two_nodes_of_one_parameter_share_its_gradient(task: Task, handle: amp.A
 
     for _ in range(2):
         task.optimizer.zero_grad()
-        with handle.scale_loss(regularised(), task.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, regularised(), task.optimizer)
         assert task.gradient == 2 + 1 + 4
     assert kept.grad is not None
 
@@ -350,8 +344,7 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(queue: cl.CommandQ
     first, second = (Parameter.from_host(queue, np.zeros(2, np.float32)) for _ in range(2))
     optimizer = SGD([first, second], lr=LR)
     handle = amp.init(loss_scale=SCALE)
-    with handle.scale_loss(ag.sum(ag.add(ag.tensor(first), ag.tensor(second))), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, ag.sum(ag.add(ag.tensor(first), ag.tensor(second))), optimizer)
     assert first.grad is second.grad
     np.testing.assert_array_equal(first.grad.to_host(), np.ones(2))  # divided once
     getattr(clip, name)([first, second, first], 1.0)  # the norm of four ones is 2

@@ -21,7 +21,7 @@ from clamp.params import masters
 from clamp.params.lost_updates import percent
 from clamp.params.parts import KEEPS
 from clamp.report import read_run
-from tests.networks import batch, loss_of, mlp, step
+from tests.networks import batch, loss_of, mlp, scaled_backward, step
 from tests.params.test_parts import OPTIMIZERS
 from tests.params.test_whole_steps import state_of, values_of
 from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy
@@ -277,8 +277,7 @@ def test_what_cannot_be_measured_is_said(queue: cl.CommandQueue, make: Callable[
     with amp.init(loss_scale=8.0) as handle:
 
         def run() -> None:
-            with handle.scale_loss(ag.sum(ag.tensor(weight)), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(handle, ag.sum(ag.tensor(weight)), optimizer)
             if isinstance(optimizer, SGD):
                 weight.grad.write(np.full(4, np.inf, np.float32))
             optimizer.step(**{"max_norm": 1.0} if isinstance(optimizer, AdamW) else {})

@@ -25,7 +25,7 @@ from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.params import masters
 from clamp.params.parts import KEEPS
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, step, weights_of
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state
 
@@ -177,8 +177,7 @@ def test_one_gradient_on_model_and_master(queue: cl.CommandQueue) -> None:
     optimizer = SGD([weight], lr=2.0**-6)
 
     def scaled_pass() -> None:
-        with handle.scale_loss(ag.sum(ag.matmul_op(x, ag.tensor(weight))), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, ag.sum(ag.matmul_op(x, ag.tensor(weight))), optimizer)
 
     scaled_pass()
     (master,) = amp.master_params(optimizer)
@@ -291,8 +290,7 @@ def test_parameters_added_later(queue: cl.CommandQueue, make: Any) -> None:
     x, y = data
     optimizer.zero_grad()
     loss = ag.mul(ag.mse_loss(more(model(ag.tensor(x))), ag.tensor(y)), LOSS_FACTOR)
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss, optimizer)
     optimizer.step()
     assert {param.dtype for param in optimizer.params} == {"float32"}
     assert any(not np.array_equal(a, b) for a, b in zip(before, weights_of(more), strict=True))

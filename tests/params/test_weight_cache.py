@@ -27,6 +27,7 @@ from clamp.casting import policies
 from clamp.opencl.device import capabilities
 from clamp.params import weight_cache as weight_cache_module
 from clamp.params.weight_cache import WeightCache, weight_cache
+from tests.networks import scaled_backward
 from tests.reference import to_device, to_numpy
 
 
@@ -175,8 +176,7 @@ def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.Amp
     assert len(weight_cache) == 0
     x = ag.tensor(to_device(queue, np.ones((1, 4))))
     loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
-    with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss, SGD([weight]))
     assert len(weight_cache) == 0
 
 
@@ -193,8 +193,7 @@ def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue) -
     with amp.init(loss_scale=1024.0) as handle:
         output(weight)
         loss = ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True)))
-        with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, SGD([weight]))
     np.testing.assert_array_equal(weight.grad.to_host(), np.ones((4, 4)))
 
 

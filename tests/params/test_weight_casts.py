@@ -20,7 +20,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import built_programs
 from clamp.params import weight_cache as weight_cache_module
 from clamp.params.weight_cache import weight_cache
-from tests.networks import LOSS_FACTOR, batch, mlp, step
+from tests.networks import LOSS_FACTOR, batch, mlp, scaled_backward, step
 from tests.reference import quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS
 
@@ -236,8 +236,7 @@ def test_copies_go_as_soon_as_backward_has_read_them(queue: cl.CommandQueue, spe
             made = noting(ag.matmul_op(made, ag.tensor(weight)))
         loss = ag.sum(made)
         assert weight_cache.nbytes == 2 * copy
-        with handle.scale_loss(loss, SGD([first, shared, last], lr=0.5)) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, SGD([first, shared, last], lr=0.5))
     assert seen == [2 * copy, copy, copy, 0]
     assert names.count("copy") <= 3
 

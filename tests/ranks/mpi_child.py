@@ -25,7 +25,7 @@ from clamp import amp
 from clamp.bridge import Tensor
 from clamp.opencl.device import list_devices
 from clamp.ranks import rendezvous
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 
 warnings.simplefilter("ignore", cl.CompilerWarning)
 COMM = MPI.COMM_WORLD
@@ -68,8 +68,7 @@ def mean_loss(model: Any, data: tuple[Tensor, Tensor]) -> Any:
 
 
 def backward(handle: Any, optimizer: Any, model: Any, data: tuple[Tensor, Tensor]) -> None:
-    with handle.scale_loss(mean_loss(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, mean_loss(model, data), optimizer)
 
 
 def gradients(model: Any) -> list[np.ndarray]:
@@ -187,8 +186,7 @@ def repeats_together(queue: cl.CommandQueue) -> None:
                     optimizer.zero_grad()
                     x, y = part(queue, step)
                     loss = mean_loss(model, (x, y)) * (2.0**12 if step == 0 and RANK == SIZE - 1 else 1.0)
-                    with handle.scale_loss(loss, optimizer) as scaled_loss:
-                        scaled_loss.backward()
+                    scaled_backward(handle, loss, optimizer)
                     optimizer.step()
                     assert handle.last_step.stepped, handle.last_step
                     assert bool(handle.last_step.repeats) == (step == 0 and repeats)
@@ -243,8 +241,7 @@ def gradient_on_one_rank_only(queue: cl.CommandQueue) -> None:
         loss = mean_loss(used, data)
         if RANK == 0:
             loss = loss + mean_loss(spare, data)
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         averaged = gradients(spare)
         assert same_everywhere(averaged)
         assert all(param.grad is None for param in unused.parameters())

@@ -19,7 +19,7 @@ from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting import policies
 from clamp.params import graphs
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -532,6 +532,5 @@ def test_a_retained_graph_is_not_over_at_the_step(queue: cl.CommandQueue) -> Non
         nodes = bridge.graph(loss)
         of_step = [node for node in nodes if node.parents], [node.value for node in nodes if not node.parents]
         assert [graphs.is_over_at_step(*of_step, retained) for retained in (False, True)] == [is_stepped, False]
-        with s.handle.scale_loss(loss, s.one) as scaled:
-            scaled.backward()
+        scaled_backward(s.handle, loss, s.one)
         s.one.step()

@@ -19,6 +19,7 @@ from clamp.bridge import Node, Tensor, module_tensors
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
+from tests.networks import scaled_backward
 from tests.reference import assert_same, to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -96,8 +97,7 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for at in range(self.passes):
-            with self.handle.scale_loss(self.net.loss(*data[2 * at : 2 * at + 2]), self.optimizers) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(self.handle, self.net.loss(*data[2 * at : 2 * at + 2]), self.optimizers)
         if self.clips:
             for optimizer in self.optimizers:
                 clip_grad_norm(optimizer.params, 2.0**-30)
@@ -242,8 +242,7 @@ def test_ops_of_others_have_the_gradients_that_they_know(
                 loss = ag.sum(run(hidden)) * 2.0**-4
                 for one in (hidden, run(hidden)):  # one that 16 bits do not hold, between two of the op's
                     loss = loss + ag.sum(one) * (2.0**4 if one is hidden else 2.0**-4)
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(handle, loss, optimizer)
                 optimizer.step()
 
             call = amp.record(step) if recorded else step
@@ -261,8 +260,7 @@ def test_what_overflows_inside_of_an_op_lowers_the_scale(queue: cl.CommandQueue)
     layer, x = Linear(queue, 8, 8), to_device(queue, np.ones((4, 8)))
     optimizer, run = SGD(layer.parameters(), lr=1e-9), doubled("float16", 2.0**6)
     with amp.init(loss_scale=LAYERWISE) as handle:
-        with handle.scale_loss(ag.sum(run(layer(ag.tensor(x)))), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, ag.sum(run(layer(ag.tensor(x)))), optimizer)
         optimizer.step()
         assert (handle.last_step.stepped, handle.last_step.repeats > 0) == (True, True)
         assert handle.loss_scale == 2.0**9
@@ -277,8 +275,7 @@ def test_a_gradient_of_an_input_is_in_float32(queue: cl.CommandQueue) -> None:
     optimizer = SGD(layer.parameters(), lr=1e-9)
     with amp.init(loss_scale=LAYERWISE) as handle:
         loss = ag.sum(layer(ag.tensor(x, requires_grad=True))) * 2.0**-40
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, loss, optimizer)
         assert x.grad.dtype == "float32"
         expected = layer.weight.to_host().astype(np.float16).astype(np.float32).sum(1) * 2.0**-40
         np.testing.assert_allclose(x.grad.to_host(), np.broadcast_to(expected, (4, 8)), rtol=1e-3, atol=2.0**-50)

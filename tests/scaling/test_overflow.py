@@ -15,7 +15,7 @@ from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.params import gradient_marks
-from tests.networks import batch, loss_of, mlp, step, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same
 
 WIDTHS = (16, 128, 128, 64, 8)  # 8 parameters, 26,000 elements: enough for AdamW's fused path
@@ -172,8 +172,7 @@ def test_a_model_that_computes_nan_raises_instead_of_stalling(queue: cl.CommandQ
 def test_an_exception_restores_gradients_scale_and_counters(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
     optimizer = SGD(model.parameters(), lr=1e-3)
-    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, data), optimizer)
     kept = [param.grad for param in optimizer.params]
     values = [grad.to_host().copy() for grad in kept]
     state = amp.state_dict()
@@ -196,8 +195,7 @@ def test_step_keeps_its_signature_and_refuses_a_closure(queue: cl.CommandQueue, 
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: None)
     assert optimizer.t == 0
-    with handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, data), optimizer)
     optimizer.step(max_norm=1.0)
     queue.finish()  # AdamW's shared memory for max_norm dies with it, and kernels may still be using it
     assert optimizer.t == 1

@@ -18,7 +18,7 @@ from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
-from tests.networks import Task, batch, mlp, weights_of
+from tests.networks import Task, batch, mlp, scaled_backward, weights_of
 from tests.reference import assert_same, to_device
 
 SPIKE = 4.0  # a loss so large overflows at the first scale, 2^16
@@ -62,8 +62,7 @@ class Loop:
 
     def passes(self, size: Tensor) -> None:
         """Its scaled passes."""
-        with self.handle.scale_loss(self.loss(size), self.optimizers) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(self.handle, self.loss(size), self.optimizers)
 
     def run(self, sizes: list[float], recorded: bool) -> list[np.ndarray]:
         """Steps with losses so large; the weights after them."""
@@ -356,8 +355,7 @@ def has_gradients_of_no_number(task: Task, handle: amp.AmpHandle) -> None:
     """A loss that is a number, and its gradient is none at any scale."""
     x = ag.tensor(task.weight)
     loss = ag.sum(ag.sqrt(ag.sub(x, x)))
-    with handle.scale_loss(loss, task.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss, task.optimizer)
 
 
 def is_withheld(task: Task, handle: amp.AmpHandle) -> None:

@@ -23,7 +23,7 @@ from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
 from clamp.patching.redirect import Redirected
 from clamp.scaling import step_guard
-from tests.networks import batch, loss_of, mlp, weights_of
+from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
 
@@ -223,15 +223,12 @@ def test_parameters_without_a_gradient_are_named_and_frozen_ones_not(queue: cl.C
     model.layers[0].freeze()
     handle = amp.init(dtype="float32")
     x, y = batch(queue, 4, 8, 4)
-    with handle.scale_loss(loss_of(model, (x, y)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, loss_of(model, (x, y)), optimizer)
     optimizer.step()
     assert handle.last_step.absent == ("params[4]",)
-    with handle.scale_loss(ag.sum(model.layers[2](ag.tensor(x))), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, ag.sum(model.layers[2](ag.tensor(x))), optimizer)
     optimizer.zero_grad()
-    with handle.scale_loss(ag.sum(ag.tensor(model.layers[2].bias)), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(handle, ag.sum(ag.tensor(model.layers[2].bias)), optimizer)
     optimizer.step()
     assert handle.last_step.absent == ("layers.2.weight", "params[4]")
 
