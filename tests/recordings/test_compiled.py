@@ -24,7 +24,7 @@ from clamp.bridge import Parameter, Tensor
 from clamp.ops.gemm import gemm
 from clamp.recordings import memory
 from clamp.scaling.dynamic_scale import ScaleRule
-from tests.networks import loss_of, mlp, weights_of
+from tests.networks import loss_of, mlp, scaled_backward, weights_of
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -56,8 +56,7 @@ class Trainer:
     def backward(self, x: Tensor, y: Tensor) -> Any:
         self.optimizer.zero_grad()
         loss = loss_of(self.model, (x, y))
-        with self.handle.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(self.handle, loss, self.optimizer)
         return loss
 
     def step(self, x: Tensor, y: Tensor) -> Any:
@@ -467,8 +466,7 @@ def test_an_optimizer_with_masters_steps_in_replays(queue: cl.CommandQueue) -> N
             def step(x: Tensor) -> None:
                 optimizer.zero_grad()
                 loss = ag.mean(ag.square(ag.matmul_op(ag.tensor(x), ag.tensor(weight, requires_grad=True))))
-                with handle.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(handle, loss, optimizer)
                 optimizer.step()
 
             if record_it:
@@ -499,8 +497,7 @@ def test_functions_of_jit_compile_are_recorded(queue: cl.CommandQueue) -> None:
                 run.optimizer.zero_grad()
                 out = run.model(ag.tensor(x))
                 loss = ag.mul(ag.mse_loss(compiled(out, out), ag.tensor(y)), 2.0**-10)
-                with handle.scale_loss(loss, run.optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                scaled_backward(handle, loss, run.optimizer)
                 run.optimizer.step()
                 return loss
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.recordings import capture, memory
 from tests.networks import loss_of, mlp, stepping, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
-from tests.recordings.test_record import Run, Step, assert_same, clean, compare
+from tests.recordings.test_record import Run, Step, assert_same, clean, clears_first, compare, same_as_eager
 from tests.reference import to_device
 
 __all__ = ["clean"]  # the fixture, for every test here
@@ -70,22 +71,24 @@ SCALERS: dict[str, tuple[Callable[[], Any], Scaled]] = {
 def test_a_scaler_in_it_is_that_of_the_day(queue: cl.CommandQueue, kind: str, masters: bool) -> None:
     """Its scale, whether it skips and what it counts, with an overflow before, in and after the recording."""
     scalers = []
+    make, loop = SCALERS[kind]
 
-    def make(run: Run) -> Step:
-        scaler, loop = SCALERS[kind][0](), SCALERS[kind][1]
-        scalers.append(scaler)
+    def prepare(run: Run) -> None:
+        scalers.append(make())
+        run.scaler = scalers[-1]
         if masters:
             amp.decorate(run.model, run.optimizer, level="O2")
 
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = loss_of(run.model, (x, y))
-            loop(scaler, run, loss)
-            return loss
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, (x, y))
+        loop(run.scaler, run, loss)
+        return loss
 
-        return step
-
-    compare(queue, make, 11, recordings=None, batches=poisoned(BATCHES, 1, 6), optimizer=lambda params: Adam(params))
+    compare(
+        queue, step, 11, recordings=None, batches=poisoned(BATCHES, 1, 6), optimizer=lambda params: Adam(params),
+        prepare=prepare,
+    )  # fmt: skip
     first, second = ((getattr(x, "scale", None), repr(x)) if kind == "netcl" else repr(x.state_dict()) for x in scalers)
     assert_same(first, second)
     if kind != "netcl":
@@ -95,38 +98,35 @@ def test_a_scaler_in_it_is_that_of_the_day(queue: cl.CommandQueue, kind: str, ma
 @pytest.mark.parametrize("late", ["unscale_", "step"])
 def test_a_scaler_goes_on_outside(queue: cl.CommandQueue, late: str) -> None:
     """What it does after the recorded part meets gradients as that has left them."""
-    scalers: dict[Run, Any] = {}
 
-    def make(run: Run) -> Step:
-        scaler = scalers[run] = amp.GradScaler(init_scale=2.0**16, growth_interval=2)
+    def prepare(run: Run) -> None:
+        run.scaler = amp.GradScaler(init_scale=2.0**16, growth_interval=2)
 
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = loss_of(run.model, (x, y))
-            scaler.scale(loss).backward()
-            if late == "step":
-                scaler.unscale_(run.optimizer)
-            return loss
-
-        return step
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, (x, y))
+        run.scaler.scale(loss).backward()
+        if late == "step":
+            run.scaler.unscale_(run.optimizer)
+        return loss
 
     def after(run: Run, index: int) -> float:
-        scalers[run].step(run.optimizer)
-        scalers[run].update()
-        return scalers[run].get_scale()  # type: ignore[no-any-return]
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        return run.scaler.get_scale()  # type: ignore[no-any-return]
 
-    compare(queue, make, 12, batches=poisoned(BATCHES, 1, 6), after=after, optimizer=lambda params: Adam(params))
+    compare(
+        queue, step, 12, batches=poisoned(BATCHES, 1, 6), after=after, optimizer=lambda params: Adam(params),
+        prepare=prepare,
+    )  # fmt: skip
 
 
 def test_a_pass_that_overflows_is_repeated_where_the_step_is_outside(queue: cl.CommandQueue) -> None:
     """At the end of its replay, which alone knows its inputs: the step, or another replay, comes later."""
 
-    def make(run: Run) -> Step:
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            return run.backward(x, y)
-
-        return step
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        return run.backward(x, y)
 
     repeats: list[int] = []
 
@@ -136,21 +136,19 @@ def test_a_pass_that_overflows_is_repeated_where_the_step_is_outside(queue: cl.C
             repeats.append(run.handle.history[-1].repeats)
 
     batches = [batch * (3000 if index in (7, 10) else 1) for index, batch in enumerate(BATCHES)]
-    compare(queue, make, 12, None, batches, between, optimizer=lambda params: SGD(params, lr=1e-6))
+    compare(queue, step, 12, None, batches, between, optimizer=lambda params: SGD(params, lr=1e-6))
     assert [repeats[index] > 0 for index in (6, 7, 9, 10)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("outside", ["unscale_", "nothing"])
 def test_what_a_scaler_has_done_outside_decides_what_a_recorded_step_does(queue: cl.CommandQueue, outside: str) -> None:
     """A user's own gradients, of which only the scaler knows whether they are to be divided."""
-    kept = []
-    for recorded in (False, True):
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
         weight = Parameter.from_host(queue, np.arange(4, dtype=np.float32))
         optimizer, scaler = SGD([weight], lr=1.0), amp.GradScaler(init_scale=4.0)
         scaler.scale(ag.sum(ag.tensor(weight)))
-        call: Any = partial(scaler.step, optimizer)
-        call = amp.record(call) if recorded else call
-        seen = []
+        call, seen = record(partial(scaler.step, optimizer)), []
         for index in range(9):
             weight.grad = to_device(queue, np.full(4, 8.0))
             if index in (4, 7) and outside == "unscale_":
@@ -159,57 +157,51 @@ def test_what_a_scaler_has_done_outside_decides_what_a_recorded_step_does(queue:
             call()
             scaler.update()
             seen.append(weight.to_host().copy())
-        kept.append(seen)
-    assert_same(kept[1], kept[0])
-    assert call.recordings
+        assert getattr(call, "recordings", True)
+        return seen
+
+    same_as_eager(play)
 
 
 # ---------------------------------------------------------------------------------------------- gradients
+
+
+def in_16_bits(run: Run, **how: Any) -> None:
+    amp.decorate(run.model, run.optimizer, level="O2", **how)
+    run.params = run.model.parameters()
 
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue, scaled: bool) -> None:
     """A master and its parameter have one gradient, which is not added to itself."""
 
-    def make(run: Run) -> Step:
-        amp.decorate(run.model, run.optimizer, level="O2")
-        run.params = run.model.parameters()
-
-        def step(x: Tensor, y: Tensor) -> Node:
-            loss = run.backward(x, y) if scaled else loss_of(run.model, (x, y))
-            if not scaled:
-                loss.backward()
-            run.optimizer.step()
-            return loss
-
-        return step
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        loss = run.backward(x, y) if scaled else loss_of(run.model, (x, y))
+        if not scaled:
+            loss.backward()
+        run.optimizer.step()
+        return loss
 
     def between(run: Run, index: int) -> None:
         if index % 4 == 0:
             run.optimizer.zero_grad()
 
     how = {"dtype": "bfloat16"}  # whose gradients need no scale
-    compare(queue, make, 13, recordings=None, between=between, **how)
+    compare(queue, step, 13, recordings=None, between=between, prepare=in_16_bits, **how)
 
 
 @pytest.mark.parametrize("master_weight", [True, "remainder"])
 def test_cleared_gradients_of_16_bit_parameters_come_back(queue: cl.CommandQueue, master_weight: bool | str) -> None:
     """What replays deliver is the same tensor each time, and was shared with a master before it was cleared."""
 
-    def make(run: Run) -> Step:
-        amp.decorate(run.model, run.optimizer, level="O2", master_weight=master_weight)
-        run.params = run.model.parameters()
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        loss = loss_of(run.model, (x, y))
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        return loss
 
-        def step(x: Tensor, y: Tensor) -> Node:
-            loss = loss_of(run.model, (x, y))
-            loss.backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            return loss
-
-        return step
-
-    compare(queue, make, 13, dtype="bfloat16")
+    compare(queue, step, 13, dtype="bfloat16", prepare=partial(in_16_bits, master_weight=master_weight))
 
 
 @pytest.mark.parametrize("master_weight", [True, False])
@@ -217,22 +209,20 @@ def test_cleared_gradients_of_16_bit_parameters_come_back(queue: cl.CommandQueue
 def test_two_optimizers_step_what_backward_left_in_16_bits(queue: cl.CommandQueue, master_weight: bool) -> None:
     """The first one widens the gradients, those of this replay, for both."""
 
-    def make(run: Run) -> Step:
-        both = [run.optimizer, SGD(run.params[2:], lr=0.01)]
-        amp.decorate(run.model, both, level="O2", master_weight=master_weight)
+    def prepare(run: Run) -> None:
+        run.both = [run.optimizer, SGD(run.params[2:], lr=0.01)]
+        amp.decorate(run.model, run.both, level="O2", master_weight=master_weight)
         run.params = run.model.parameters()
 
-        def step(x: Tensor, y: Tensor) -> Node:
-            run.optimizer.zero_grad()
-            loss = loss_of(run.model, (x, y))
-            loss.backward()
-            for each in both:
-                each.step()
-            return loss
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, (x, y))
+        loss.backward()
+        for each in run.both:
+            each.step()
+        return loss
 
-        return step
-
-    compare(queue, make, dtype="bfloat16")
+    compare(queue, step, dtype="bfloat16", prepare=prepare)
 
 
 @pytest.mark.parametrize("found", [False, True], ids=["made in it", "found and cleared"])
@@ -242,13 +232,14 @@ def test_an_error_in_a_replay_leaves_the_gradients_of_before(
 ) -> None:
     """A step inside the ``with`` raises unless it is skipped: the pass is given up, and gradients are put back. A
     master and its parameter have one, which the next step takes once."""
-    kept = []
-    for recorded in (False, True):
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
         run = Run(queue)
         if masters:
             amp.decorate(run.model, run.optimizer, level="O2")
 
-        def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
+        @record
+        def step(x: Tensor, y: Tensor) -> Node:
             if not found:
                 run.backward(x, y)
             with run.handle.scale_loss(loss := loss_of(run.model, (x, y)), run.optimizer) as scaled_loss:
@@ -258,66 +249,65 @@ def test_an_error_in_a_replay_leaves_the_gradients_of_before(
                 run.optimizer.step()
             return loss
 
-        call = amp.record(step) if recorded else step
         seen = []
         for index, batch in enumerate(poisoned(BATCHES, 0, 1, 2, 3)[:7]):  # the 5th is compared, others replayed
             x, y = to_device(queue, batch), to_device(queue, TARGETS[index])
             if found:
                 run.backward(x, y)
             with pytest.raises(RuntimeError, match="by the loss scale") if index > 3 else nullcontext():
-                call(x, y)
+                step(x, y)
             seen.append(run.state())
             if index > 3:
                 run.optimizer.step()
                 seen.append(run.state())
             run.optimizer.zero_grad()
-        kept.append(seen)
-    assert_same(kept[1], kept[0])
-    assert call.recordings == 1
+        assert getattr(step, "recordings", 1) == 1
+        return seen
+
+    same_as_eager(play)
 
 
 def test_arguments_get_the_gradients_that_netcl_gives_them(queue: cl.CommandQueue) -> None:
     """netcl's own functions give one to every leaf, where nothing is cast."""
-    kept = []
-    for recorded in (False, True):
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
         run = Run(queue)
         run.handle.shutdown()
         session.ensure_patched()
 
-        def step(x: Tensor, y: Tensor, run: Run = run) -> Node:
+        @record
+        def step(x: Tensor, y: Tensor) -> Node:
             run.optimizer.zero_grad()
             loss = loss_of(run.model, (x, y))
             loss.backward()
             run.optimizer.step()
             return loss
 
-        call = amp.record(step) if recorded else step
         seen = []
         for x, y in zip(BATCHES[:6], TARGETS[:6], strict=True):
             data = to_device(queue, x), to_device(queue, y)
-            call(*data)
+            step(*data)
             seen.append([None if one.grad is None else one.grad.to_host().copy() for one in data])
-        kept.append(seen)
-    assert_same(kept[1], kept[0])
-    assert call.recordings == 1
+        assert getattr(step, "recordings", 1) == 1
+        return seen
+
+    same_as_eager(play)
 
 
 def test_losses_of_one_scaler_add_up_with_true_gradients(queue: cl.CommandQueue) -> None:
     """Gradients that are divided already are multiplied anew in each replay."""
 
-    def make(run: Run) -> Step:
-        scaler = amp.GradScaler(init_scale=2.0**8, growth_interval=2)
+    def prepare(run: Run) -> None:
+        run.scaler = amp.GradScaler(init_scale=2.0**8, growth_interval=2)
 
-        def step(x: Tensor, y: Tensor) -> Node:
-            loss = loss_of(run.model, (x, y))
-            scaler.scale(loss).backward()
-            scaler.step(run.optimizer)
-            scaler.update()
-            return loss
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        loss = loss_of(run.model, (x, y))
+        run.scaler.scale(loss).backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        return loss
 
-        return step
-
-    compare(queue, make, 11, recordings=None)
+    compare(queue, step, 11, recordings=None, prepare=prepare)
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -346,23 +336,21 @@ ITERATORS: dict[str, Callable[[list[Any]], Iterator[Any]]] = {
 def test_what_takes_its_batches_from_an_iterator_runs(queue: cl.CommandQueue, kind: str, graph: bool) -> None:
     """A replay would take none, and train on the recorded one for ever."""
     data = [(to_device(queue, x), to_device(queue, y)) for x, y in zip(BATCHES, TARGETS, strict=True)]
-    kept = []
-    for recorded in (False, True):
-        run = Run(queue)
-        batches = ITERATORS[kind](data)
 
-        def step(run: Run = run, batches: Iterator[Any] = batches) -> Any:
+    def play(record: Callable[[Step], Any]) -> list[Any]:
+        run, batches = Run(queue), ITERATORS[kind](data)
+
+        @record
+        def step() -> Any:
             x, y = next(batches)
             with ag.no_grad():
                 return loss_of(run.model, (x, y)).value
 
-        call: Any = _graph_of(step) if graph else amp.record(step)
-        if recorded:
-            with pytest.warns(UserWarning, match="it changes|reads other tensors"):
-                kept.append([call().to_host().copy() for _ in range(9)])
-        else:
-            kept.append([step().to_host().copy() for _ in range(9)])
-    assert_same(kept[1], kept[0])
+        return [step().to_host().copy() for _ in range(9)]
+
+    with pytest.warns(UserWarning, match="it changes|reads other tensors"):
+        got = play(_graph_of if graph else amp.record)
+    assert_same(got, play(lambda function: function))
 
 
 def _graph_of(step: Callable[[], Tensor]) -> amp.Graph:
@@ -371,13 +359,6 @@ def _graph_of(step: Callable[[], Tensor]) -> amp.Graph:
             return step()
 
     return Evaluate()
-
-
-class _Counter:
-    """Where a number comes from that is another one each time."""
-
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        self.draw = draw
 
 
 @pytest.mark.parametrize(
@@ -394,18 +375,16 @@ class _Counter:
 def test_numbers_from_what_does_not_show_its_place_are_those_of_the_day(
     queue: cl.CommandQueue, make: Callable[[], Callable[[], Any]]
 ) -> None:
-    x, results = to_device(queue, np.ones(4)), []
-    for record in (False, True):
-        source = _Counter(make())
+    x = to_device(queue, np.ones(4))
 
-        def step(x: Tensor, source: _Counter = source) -> Tensor:
-            return ag.mul(ag.tensor(x), float(source.draw())).value
+    def play(record: Callable[[Step], Any]) -> list[float]:
+        source = SimpleNamespace(draw=make())
+        step = record(lambda x: ag.mul(ag.tensor(x), float(source.draw())).value)
+        return [float(step(x).to_host()[0]) for _ in range(5)]
 
-        call = amp.record(step) if record else step
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it runs as it is, and says so
-            results.append([float(call(x).to_host()[0]) for _ in range(5)])
-    assert results[0] == results[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it runs as it is, and says so
+        same_as_eager(play)
 
 
 def test_a_batch_of_a_generator_is_let_go(queue: cl.CommandQueue) -> None:
@@ -534,30 +513,35 @@ def test_a_training_with_params_and_a_step_is_no_optimizer(
 # ---------------------------------------------------------------------------------------------- threads
 
 
+def in_a_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> None:
     """Each reaches its own model; all share the handle."""
-    kept = []
-    for recorded in (False, True):
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
         amp.shutdown()
         handle = amp.init(loss_scale=2.0**10)
         models = [mlp(queue, 10, 16, 3, seed=seed) for seed in range(3)]
         losses: list[list[Any]] = [[] for _ in models]
         threads = [
-            threading.Thread(target=_train, args=(queue, handle, model, seen, recorded))
+            threading.Thread(target=_train, args=(queue, handle, model, seen, record))
             for model, seen in zip(models, losses, strict=True)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        kept.append([losses, [weights_of(model) for model in models]])
-    assert_same(kept[1], kept[0])
+        return [losses, [weights_of(model) for model in models]]
+
+    same_as_eager(play)
 
 
-def _train(queue: cl.CommandQueue, handle: Any, model: Any, losses: list[Any], recorded: bool) -> None:
-    optimizer = SGD(list(model.parameters()), lr=0.05)
-    step = stepping(handle, model, optimizer)
-    call = amp.record(step) if recorded else step
+def _train(queue: cl.CommandQueue, handle: Any, model: Any, losses: list[Any], record: Callable[[Step], Any]) -> None:
+    call = record(stepping(handle, model, SGD(list(model.parameters()), lr=0.05)))
     for index in range(16):
         data = to_device(queue, BATCHES[index % 12]), to_device(queue, TARGETS[index % 12])
         losses.append(call(*data).value.to_host().copy())
@@ -575,19 +559,13 @@ def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monk
     def looking() -> Any:
         nonlocal calls
         calls += 1
-        thread = threading.Thread(target=count)
-        thread.start()
-        thread.join()
+        in_a_thread(count)
         return look()
 
     monkeypatch.setattr(capture, "living_tensors", looking)
     monkeypatch.setattr(memory, "living_tensors", looking)
 
-    def infer(x: Tensor) -> Any:
-        with ag.no_grad():
-            return run.model(ag.tensor(x))
-
-    call = amp.record(infer)
+    call = amp.record(run.infer)
     for x in BATCHES[:5]:
         call(to_device(queue, x))
     assert call.recordings == 1
@@ -599,25 +577,25 @@ def test_copies_of_weights_that_another_thread_makes_are_not_recorded(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that evaluates the model while its step is recorded: a replay would go on with its copies."""
-    kept, look = [], capture.living_tensors
-    for recorded in (False, True):
+    look = capture.living_tensors
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
         amp.shutdown()
         handle, model, losses = amp.init(loss_scale=2.0**10), mlp(queue, 10, 16, 3), list[Any]()
 
-        def evaluate(model: Any = model) -> None:
+        def evaluate() -> None:
             with ag.no_grad():
                 model(ag.tensor(to_device(queue, BATCHES[0])))
 
-        def looking(evaluate: Callable[[], None] = evaluate) -> Any:
-            thread = threading.Thread(target=evaluate)
-            thread.start()
-            thread.join()
+        def looking() -> Any:
+            in_a_thread(evaluate)
             return look()
 
         monkeypatch.setattr(capture, "living_tensors", looking)
-        _train(queue, handle, model, losses, recorded)
-        kept.append([losses, weights_of(model)])
-    assert_same(kept[1], kept[0])
+        _train(queue, handle, model, losses, record)
+        return [losses, weights_of(model)]
+
+    same_as_eager(play)
 
 
 def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) -> None:
@@ -625,14 +603,11 @@ def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) 
     run = Run(queue)
     others = [mlp(queue, 10, 16, 3, seed=1)]
 
-    def step(x: Tensor, y: Tensor) -> Node:
+    @amp.record
+    def call(x: Tensor, y: Tensor) -> Node:
         len(others)  # it reaches them
-        run.optimizer.zero_grad()
-        loss = run.backward(x, y)
-        run.optimizer.step()
-        return loss
+        return clears_first(run, x, y)
 
-    call = amp.record(step)
     loss_of(others[0], (to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0]))).backward()
     grads = [param.grad for param in others[0].parameters()]
     for index in range(5):
