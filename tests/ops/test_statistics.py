@@ -1,9 +1,10 @@
-"""Statistics of tensors: counts, extremes and histograms against numpy's, of what is stored."""
+"""Counts, extremes, histograms and means of tensors against numpy's in float64, of what is stored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,17 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp import amp, bridge
 from clamp.bridge import Tensor
-from clamp.ops.statistics import BINS, PendingStatistics, Statistics, edges, statistics_of
+from clamp.opencl import device
+from clamp.ops.statistics import (
+    BINS,
+    Numerics,
+    PendingNumerics,
+    PendingStatistics,
+    Statistics,
+    edges,
+    numerics_of,
+    statistics_of,
+)
 from tests.ops.test_multi_tensor import launches
 from tests.reference import SPECIAL, STORAGE_DTYPES, quantize, to_device
 
@@ -41,13 +52,41 @@ def expected(stored: Any, histogram: bool = True) -> Statistics:
     )
 
 
-def assert_found(found: Sequence[Statistics], arrays: Sequence[Any], histogram: bool = True) -> None:
-    assert len(found) == len(arrays)
+def assert_statistics(found: Statistics, stored: Any, histogram: bool = True) -> None:
+    want = expected(stored, histogram)
+    np.testing.assert_array_equal(found.histogram, want.histogram)
+    for name in ("count", "infs", "nans", "zeros", "smallest", "largest", "dtype"):
+        assert getattr(found, name) == getattr(want, name), f"{name} of {stored.size} elements"
+
+
+def assert_numbers(found: Numerics, stored: Any) -> None:
+    values = np.asarray(stored).astype(np.float64).ravel()
+    magnitude = np.abs(values)
+    assert found.count == values.size
+    assert found.nans == np.isnan(values).sum()
+    assert found.infs == np.isinf(values).sum()
+    assert found.zeros == (values == 0).sum()
+    assert found.beyond == ((magnitude > 65504) & np.isfinite(magnitude)).sum()
+    assert found.below == ((magnitude < 2.0**-24) & (magnitude > 0)).sum()
+    assert found.is_finite == bool(np.isfinite(values).all())
+    numbers = values[~np.isnan(values)]
+    extremes = [numbers.max(), numbers.min()] if numbers.size else [np.nan, np.nan]
+    np.testing.assert_array_equal([found.greatest, found.least], extremes)
+    with np.errstate(invalid="ignore"):
+        mean = values.mean() if values.size else np.nan
+    allowed = 64 * 2.0**-24 * magnitude.mean() if np.isfinite(mean) else 0.0
+    np.testing.assert_allclose(found.mean, mean, rtol=0, atol=allowed)
+
+
+def assert_found(found: Sequence[Any], arrays: Sequence[Any], *histogram: bool) -> None:
     for one, array in zip(found, arrays, strict=True):
-        want = expected(array, histogram)
-        np.testing.assert_array_equal(one.histogram, want.histogram)
-        for name in ("count", "infs", "nans", "zeros", "smallest", "largest", "dtype"):
-            assert getattr(one, name) == getattr(want, name), f"{name} of {array.size} elements"
+        if isinstance(one, Numerics):
+            assert_numbers(one, array)
+        else:
+            assert_statistics(one, array, *histogram)
+
+
+both = pytest.mark.parametrize("pending", [PendingStatistics, PendingNumerics])
 
 
 def of_all_magnitudes(size: int, dtype: str, seed: int) -> Any:
@@ -73,12 +112,50 @@ def test_every_size(queue: cl.CommandQueue, simulated: bool, dtype: str, histogr
     assert_found(statistics_of(tensors, histogram=histogram), arrays, histogram)
 
 
-@pytest.mark.parametrize("values", [SPECIAL, [np.inf], [np.nan, -np.nan], [0.0, -0.0], [-np.inf, np.nan, 0.0]])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_numbers_of_every_size(queue: cl.CommandQueue, simulated: bool, dtype: str) -> None:
+    sizes = SIZES[:-3] if simulated else SIZES + LARGE_SIZES
+    rng = np.random.default_rng(0)
+    arrays = [quantize(rng.standard_normal(size) + 0.5, dtype) for size in sizes]
+    assert_found(PendingNumerics([to_device(queue, array, dtype) for array in arrays]).read(), arrays)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_numbers_as_on_a_gpu(
+    queue: cl.CommandQueue, simulated: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work-groups of several work-items."""
+    gpu = replace(device.capabilities(queue), is_cpu=False)
+    monkeypatch.setitem(device._capabilities, queue.device.int_ptr, gpu)
+    rng = np.random.default_rng(0)
+    sizes = [1, 17, 1025] if simulated else SIZES + LARGE_SIZES
+    arrays = [quantize(rng.standard_normal(size) + 0.5, dtype) for size in sizes]
+    arrays += [quantize(np.resize(values, 1030), dtype) for values in (SPECIAL, [np.nan], [3e38], [-np.inf, 3e38])]
+    assert_found(PendingNumerics([to_device(queue, array, dtype) for array in arrays]).read(), arrays)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES)
+def test_numbers_of_every_magnitude(queue: cl.CommandQueue, dtype: str) -> None:
+    for size in (1, 17, 1030):
+        array = of_all_magnitudes(size, dtype, size)
+        assert_numbers(numerics_of(to_device(queue, array, dtype)), array)
+
+
+@pytest.mark.parametrize(
+    "values", [SPECIAL, [np.inf], [np.nan, -np.nan], [0.0, -0.0], [-np.inf, np.nan, 0.0], [-np.inf, np.inf], [-3, -2]]
+)
 @pytest.mark.parametrize("size", [1, 16, 37, 1030])
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
-def test_special_values(queue: cl.CommandQueue, dtype: str, size: int, values: Any) -> None:
+@both
+def test_special_values(queue: cl.CommandQueue, pending: Any, dtype: str, size: int, values: Any) -> None:
     array = quantize(np.resize(values, size), dtype)
-    assert_found(statistics_of([to_device(queue, array, dtype)]), [array])
+    assert_found(pending([to_device(queue, array, dtype)]).read(), [array])
+
+
+@pytest.mark.parametrize("values", [[3e38], [3e38, 3e38, -np.inf], [3e38, np.inf, -3e38]])
+def test_a_sum_beyond_floats(queue: cl.CommandQueue, values: Any) -> None:
+    array = np.resize(np.float32(values), 1030)
+    assert_numbers(numerics_of(to_device(queue, array)), array)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
@@ -104,21 +181,28 @@ def test_one_bad_element_is_found_anywhere(queue: cl.CommandQueue) -> None:
         for place in {0, size // 2, size - 1}:
             array = np.full(size, 3.0, np.float32)
             array[place] = np.inf
-            assert_found(statistics_of([to_device(queue, array)], histogram=False), [array], histogram=False)
+            assert_found(statistics_of([to_device(queue, array)], histogram=False), [array], False)
 
 
-def test_dtypes_in_any_order(queue: cl.CommandQueue) -> None:
-    arrays = [of_all_magnitudes(50 + seed, dtype, seed) for seed, dtype in enumerate(STORAGE_DTYPES * 3)]
-    tensors = [to_device(queue, array, dtype) for array, dtype in zip(arrays, STORAGE_DTYPES * 3, strict=True)]
-    assert_found(statistics_of(tensors), arrays)
+@both
+def test_dtypes_in_any_order_and_empty_ones_among_them(queue: cl.CommandQueue, pending: Any) -> None:
+    dtypes = [*STORAGE_DTYPES * 3, "float32"]
+    arrays = [of_all_magnitudes(50 + seed if seed < 9 else 0, dtype, seed) for seed, dtype in enumerate(dtypes)]
+    tensors = [to_device(queue, array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+    assert_found(pending(tensors).read(), arrays)
 
 
 @pytest.mark.parametrize("count", [1, 99, 100, 101, 250])
-def test_a_hundred_tensors_a_launch(queue: cl.CommandQueue, launches: list[str], count: int) -> None:
+@pytest.mark.parametrize(
+    ("pending", "before", "each"), [(PendingStatistics, ["fill"], "statistics"), (PendingNumerics, [], "numerics")]
+)
+def test_a_hundred_tensors_a_launch(
+    queue: cl.CommandQueue, launches: list[str], count: int, pending: Any, before: list[str], each: str
+) -> None:
     arrays = [of_all_magnitudes(1 + index % 5, "float16", index) for index in range(count)]
-    tensors = [to_device(queue, array, "float16") for array in arrays]
-    assert_found(statistics_of(tensors), arrays)
-    assert launches == ["fill"] + ["statistics"] * -(-count // 100)
+    found = pending([to_device(queue, array, "float16") for array in arrays]).read()
+    assert launches == before + [each] * -(-count // 100)
+    assert_found(found, arrays)
 
 
 def test_nothing_launches_nothing(queue: cl.CommandQueue, launches: list[str]) -> None:
@@ -168,40 +252,49 @@ def test_what_was_launched_is_read_later_and_again(queue: cl.CommandQueue) -> No
 
 
 @pytest.mark.parametrize("amp_is_on", [True, False])
-def test_a_replay_finds_what_is_there_then(queue: cl.CommandQueue, amp_is_on: bool) -> None:
+@both
+def test_a_replay_finds_what_is_there_then(queue: cl.CommandQueue, pending: Any, amp_is_on: bool) -> None:
     arrays = [np.arange(1, 101, dtype=np.float32), np.full(100, np.nan, np.float32), np.zeros(100, np.float32)]
     tensor = to_device(queue, arrays[0])
     with amp.init() if amp_is_on else nullcontext():
         capture = KernelCapture()
         capture.begin()
-        pending = PendingStatistics([tensor])
+        found = pending([tensor])
         capture.end()
-        assert_found(pending.read(), arrays[:1])
-        for array in (*arrays, arrays[0]):
+        assert_found(found.read(), arrays[:1])
+        for array in (*arrays, np.float32([np.inf, 2] * 50), arrays[0]):
             tensor.write(array)
             capture.replay()
             capture.replay()
-            assert_found(pending.read(), [array])
+            assert_found(found.read(), [array])
 
 
-def test_reading_is_refused_while_recording(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize(("pending", "what"), [(PendingStatistics, "Statistics"), (PendingNumerics, "Numbers")])
+def test_reading_is_refused_while_recording(queue: cl.CommandQueue, pending: Any, what: str) -> None:
     with amp.init():
-        pending = PendingStatistics([to_device(queue, np.ones(3))])
+        found = pending([to_device(queue, np.ones(3))])
         capture = KernelCapture()
         capture.begin()
         try:
-            with pytest.raises(RuntimeError, match="Statistics were read"):
-                pending.read()
+            with pytest.raises(RuntimeError, match=f"{what} were read"):
+                found.read()
         finally:
             capture.end()
 
 
 def test_what_cannot_be_counted_is_refused(queue: cl.CommandQueue, launches: list[str]) -> None:
     fine = to_device(queue, np.ones(3))
+    whole = Tensor.from_host(queue, np.ones(3, np.int32), dtype="int32")
+    host = Tensor.from_host(CPUQueue(), np.ones(3, np.float32))
+    assert bridge.is_floating(fine)
+    assert not any(map(bridge.is_floating, (whole, host, np.ones(3))))
     with pytest.raises(TypeError, match=r"tensors\[1\] is int32"):
-        statistics_of([fine, Tensor.from_host(queue, np.ones(3, np.int32), dtype="int32")])
-    with pytest.raises(TypeError, match="numpy backend"):
-        statistics_of([Tensor.from_host(CPUQueue(), np.ones(3, np.float32))])
+        statistics_of([fine, whole])
+    with pytest.raises(TypeError, match="int32"):
+        numerics_of(whole)
+    for look in (statistics_of, PendingNumerics):
+        with pytest.raises(TypeError, match="numpy backend"):
+            look([host])
     huge = bridge.alias(fine)
     huge.shape = (1 << 16, 1 << 16)
     with pytest.raises(ValueError, match=r"tensors\[0\] has shape \(65536, 65536\)"):
