@@ -8,11 +8,13 @@ import numpy as np
 import pyopencl as cl
 
 import clamp.functions.conv  # noqa: F401  (registers)
-from clamp.bridge import Parameter, Tensor
+from clamp.bridge import Parameter, Tape, Tensor
 from clamp.casting.policies import Float, Half, Promote
 from clamp.casting.registry import OWNED
+from clamp.functions import conv as functions
 from tests.functions.operands import half, leaf
 from tests.ops.conv_reference import Case, forward, weight_grad
+from tests.ops.test_depthwise import Reference
 from tests.reference import assert_close, quantize, to_device, to_numpy
 
 HALVES = [half(dtype) for dtype in ("float16", "bfloat16", "float32")]
@@ -60,3 +62,30 @@ def test_a_weight_that_is_used_again_is_packed_once(queue: cl.CommandQueue) -> N
     results = [to_numpy(call("conv2d", casting, image, weight, **WINDOW)) for _ in range(4)]
     for result in results:
         np.testing.assert_array_equal(result, results[0])
+
+
+# ------------------------------------------------------ Depthwise convolution under autograd and through netcl's layer.
+
+
+RNG = np.random.default_rng(0)
+X, W, BIAS = RNG.standard_normal((2, 3, 6, 9)), RNG.standard_normal((3, 1, 3, 3)), RNG.standard_normal(3)
+
+
+def test_a_large_weight_gradient_stays_finite(queue: cl.CommandQueue) -> None:
+    x, w = leaf(queue, np.full((4, 1, 16, 16), 100.0), "float16"), leaf(queue, np.ones((1, 1, 1, 1)))
+    tape = Tape()
+    y = functions.depthwise_conv2d(half(), x, w, tape=tape)
+    tape.backward(y, to_device(queue, np.full(y.value.shape, 1000.0), "float16"))
+    assert_close(w.grad, [[[[4 * 256 * 1e5]]]])
+
+
+def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
+    x, w, bias = to_device(queue, X, "float16"), to_device(queue, W, "float16"), to_device(queue, BIAS)
+    y = OWNED["netcl.ops.depthwise_conv2d.depthwise_conv2d"](half(), x, w, bias, 1, 1, algo="naive")
+    exact = Reference(to_numpy(x), to_numpy(w), 1, 1)
+    gx, gw, gb = functions.depthwise_conv2d_backward(half(), x, w, y, bias, 1, 1)
+    assert_close(gx, exact.input_gradient(to_numpy(y)), slack=2.0**-17)
+    assert_close(gw, exact.weight_gradient(to_numpy(y)), slack=2.0**-14)
+    assert gb is not None
+    assert gb.dtype == "float32"
+    assert functions.depthwise_conv2d_backward(half(), x, w, y, None, 1, 1)[2] is None

@@ -12,10 +12,11 @@ import pytest
 
 import clamp.functions.activations
 import clamp.functions.arithmetic  # noqa: F401  (registers)
-from clamp import amp
+from clamp import amp, bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
+from clamp.functions import activations as functions
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -186,3 +187,22 @@ def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
     assert_close(of("elementwise.elementwise_scalar", x, 2.0, op="DIV"), v / 2)
     assert_close(of("broadcast.broadcast_binary", x, bias, op="MAX"), np.maximum(v, b))
     assert of("elementwise.dropout", x, 0.0) is x
+
+
+# ------------------------------------------------------------------ PReLU under autograd and as netcl's layer calls it.
+
+
+def test_a_tensor_without_dimensions(queue: cl.CommandQueue) -> None:
+    x, slope = (leaf(queue, value) for value in (-2.0, 0.5))
+    x.value, slope.value = (bridge.view(node.value, ()) for node in (x, slope))
+    out = functions.prelu(Match(), x, slope)
+    Tape().backward(out, bridge.view(to_device(queue, 3.0), ()))
+    for result, expected in ((out.value, -1.0), (x.grad, 1.5), (slope.grad, -6.0)):
+        assert_close(result, expected)
+
+
+def test_tensor_level(queue: cl.CommandQueue) -> None:
+    x, slope = to_device(queue, [[-2.0, 4.0]], "float16"), to_device(queue, [0.5])
+    dx, dslope = functions.tensor_prelu_backward(Match(), x, slope, to_device(queue, [[1.0, 1.0]], "float16"))
+    assert_close(dx, [[0.5, 1]])
+    assert_close(dslope, [-2.0])

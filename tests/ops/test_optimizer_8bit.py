@@ -11,8 +11,7 @@ import pytest
 
 from clamp.ops.optimizer_step import BLOCK, BLOCK_BYTES, MultiUpdate, moments_bytes
 from clamp.ops.slots import in_turn
-from tests.ops.test_optimizer_parts import bits_of, joined, parts_of, split
-from tests.ops.test_optimizer_step import ADAMS, SIZES, adam, adamw, on_device, typed
+from tests.ops.test_optimizer_step import ADAMS, SIZES, adam, adamw, bits_of, joined, on_device, parts_of, split, typed
 from tests.reference import to_numpy
 
 pytestmark = pytest.mark.kernel

@@ -18,8 +18,8 @@ from clamp.ops import elementwise as elementwise_module
 from clamp.ops import launch, loss, loss_elementwise, multi_tensor, norm_rows, reduce, softmax
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
-from tests.ops.test_group_sum import as_gpu
 from tests.ops.test_matrix_units_ptx import Tools, compiled, output_of, tools
+from tests.ops.test_reduce import as_gpu
 from tests.reference import MIXTURES, SPECIAL, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 

@@ -19,7 +19,7 @@ from clamp.bridge import Parameter, Tensor
 from clamp.params import masters
 from clamp.params.parts import MasterInParts
 from tests.networks import batch, loss_of, mlp, step, stepping
-from tests.ops.test_optimizer_parts import IN_PARTS
+from tests.ops.test_optimizer_step import IN_PARTS
 from tests.reference import HALF_DTYPES, NUMPY, to_device, to_numpy
 from tests.scaling import test_overflow
 from tests.scaling.test_overflow import optimizer_state, plant

@@ -17,7 +17,7 @@ from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from clamp.ops.cast import cast
 from clamp.params import masters, updates
-from tests.ops.test_optimizer_parts import IN_PARTS
+from tests.ops.test_optimizer_step import IN_PARTS
 from tests.params.test_updates import MAKE, Loop, Make
 from tests.reference import to_device
 

@@ -30,7 +30,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, scaled_backward, stepping, weights_of
-from tests.ops.test_group_sum import as_gpu
+from tests.ops.test_reduce import as_gpu
 from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
 from tests.reference import to_device, to_numpy
 
