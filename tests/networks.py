@@ -99,10 +99,9 @@ class Task:
         scaled_backward(handle, self.loss(size), self.optimizer)
 
     def step(self, handle: Any, size: float = 1.0) -> None:
-        """One scaled pass, and the step of its gradient, which goes."""
+        """One, on the gradients that are there and those of a scaled pass."""
         self.backward(handle, size)
         self.optimizer.step()
-        self.optimizer.zero_grad()
 
     @property
     def gradient(self) -> float:

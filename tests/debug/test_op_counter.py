@@ -104,8 +104,7 @@ def test_several_losses_of_a_step_have_their_mean(queue: cl.CommandQueue) -> Non
 def test_a_skipped_step_has_a_norm_that_is_not_finite(queue: cl.CommandQueue) -> None:
     task = Task(queue)
     with amp.init(debug="summary", loss_scale="dynamic") as handle:
-        task.backward(handle, 3e38)
-        task.optimizer.step()
+        task.step(handle, 3e38)
         (point,) = counter_of(handle).curves.read().values()
         assert not handle.last_step.stepped
     assert not np.isfinite(point.gradient_norm)
@@ -122,8 +121,7 @@ def test_a_step_by_another_scaler_is_noted_once(queue: cl.CommandQueue) -> None:
             scaler.step(other.optimizer)
             scaler.update()
             task.optimizer.zero_grad()
-            task.backward(handle, size)
-            task.optimizer.step()
+            task.step(handle, size)
         points = counter_of(handle).curves.read()
     sizes = [5.0, 1.0, 5.0, 2.0]
     assert [report.step for report in handle.history] == list(points) == [1, 2, 3, 4]
@@ -193,8 +191,7 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
 def test_what_was_counted_is_there_after_shutdown(queue: cl.CommandQueue) -> None:
     task = Task(queue)
     with amp.init(debug=("attribution", "summary")) as handle:
-        task.backward(handle)
-        task.optimizer.step()
+        task.step(handle)
     before = handle.summary().rows
     ag.sum(ag.tensor(task.weight))
     assert handle.summary().rows == before

@@ -241,8 +241,7 @@ def test_skips_are_told_with_their_reasons(queue: cl.CommandQueue) -> None:
     with amp.init(loss_scale="dynamic") as handle:
         for size in (1.0, 3e38, 1.0):
             task.optimizer.zero_grad()
-            task.backward(handle, size)
-            task.optimizer.step()
+            task.step(handle, size)
         text = str(handle.summary())
     assert "AMP float16: 3 steps, 1 skipped, loss scale 32768" in text
     assert "1 skipped for inf; the last was step 2: inf in 12 elements of the gradients of params[0]" in text

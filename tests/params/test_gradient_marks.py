@@ -330,8 +330,7 @@ def test_a_pass_given_up_while_it_is_unscaled_counts_for_nothing(
         with pytest.raises(MemoryError):
             task.backward(handle, np.inf)
     assert task.gradient == 1.0
-    task.backward(handle)
-    task.optimizer.step()
+    task.step(handle)
     assert handle.last_step.stepped
     assert task.moved == 2
 
@@ -594,8 +593,7 @@ def test_bits_are_lost_wherever_in_the_graph_float16_is(task: Task) -> None:
 def test_a_checked_gradient_does_not_answer_for_what_is_added_to_it(task: Task, handle: amp.AmpHandle) -> None:
     with handle.disable_casts():
         ag.mul(task.loss(2e38), 4.0).backward()
-    task.backward(handle)
-    task.optimizer.step()
+    task.step(handle)
     assert not handle.last_step.stepped
     assert task.moved == 0
 
@@ -701,8 +699,7 @@ def test_nothing_is_copied_when_nobody_holds_the_old_scale(
     monkeypatch.setattr(AppliedScale, "keep", lambda self, queue: [copies.append(self), keep(self, queue)][1])
     for _ in range(3):
         task.optimizer.zero_grad()
-        task.backward(handle)
-        task.optimizer.step()
+        task.step(handle)
     assert copies == []
 
 
@@ -711,8 +708,7 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
     handle = amp.init(dtype="float32", loss_scale="dynamic")
     tasks = [Task(queue), Task(queue)]
     for task in tasks:
-        task.backward(handle)
-        task.optimizer.step()
+        task.step(handle)
         task.weight.write(np.ones((4, 3), np.float32))
     rounds, stepped = 30, {0: [], 1: []}
     barrier = threading.Barrier(2)
@@ -723,8 +719,7 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
             barrier.wait()
             task.optimizer.zero_grad()
             overflows = number == 1 and index % 2 == 0
-            task.backward(handle, np.inf if overflows else 1.0)
-            task.optimizer.step()
+            task.step(handle, np.inf if overflows else 1.0)
             stepped[number].append(handle._scaling.guard(task.optimizer).last.stepped)
 
     threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]

@@ -107,9 +107,13 @@ def test_tensors_may_die_while_a_write_looks_for_its_entries(
     assert values.get(tensors[-1], "kind", lambda _: "made anew") == "value"
 
 
+@pytest.fixture
+def weight(queue: cl.CommandQueue) -> Parameter:
+    return Parameter.from_host(queue, np.ones((4, 4), np.float32))
+
+
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_ends_the_entry(queue: cl.CommandQueue, handle: amp.AmpHandle, write: str) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_a_write_ends_the_entry(weight: Parameter, handle: amp.AmpHandle, write: str) -> None:
     assert output(weight) == 4.0
     assert len(weight_cache) == 1
     WRITES[write](weight)
@@ -130,9 +134,8 @@ def test_a_write_to_a_part_or_to_the_whole_ends_the_others_entry(queue: cl.Comma
 
 @pytest.mark.parametrize("make", [SGD, Adam, AdamW, Momentum, RMSProp])
 def test_an_optimizer_step_ends_the_entry(
-    queue: cl.CommandQueue, handle: amp.AmpHandle, make: Callable[..., object]
+    queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle, make: Callable[..., object]
 ) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
     optimizer = make([weight], lr=0.5)
     weight.grad = to_device(queue, np.ones((4, 4)))
     assert output(weight) == 4.0
@@ -142,8 +145,9 @@ def test_an_optimizer_step_ends_the_entry(
     assert expected != 4.0
 
 
-def test_clear_cache_is_for_kernels_of_the_users_own(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_clear_cache_is_for_kernels_of_the_users_own(
+    queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle
+) -> None:
     output(weight)
     cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
     assert output(weight) == 4.0, "a raw write is invisible"
@@ -167,8 +171,7 @@ def test_a_step_after_an_evaluation_reads_what_was_written_unseen(
     assert len(weight_cache) == 2, "an evaluation uses them"
 
 
-def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle) -> None:
     with amp.autocast():
         with amp.autocast():
             output(weight)
@@ -180,15 +183,13 @@ def test_regions_and_scale_loss_empty_it(queue: cl.CommandQueue, handle: amp.Amp
     assert len(weight_cache) == 0
 
 
-def test_caching_can_be_turned_off(queue: cl.CommandQueue) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_caching_can_be_turned_off(weight: Parameter) -> None:
     with amp.init(enable_caching=False):
         output(weight)
         assert len(weight_cache) == 0
 
 
-def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_eval_then_train_gives_the_weight_its_gradient(queue: cl.CommandQueue, weight: Parameter) -> None:
     x = ag.tensor(to_device(queue, np.ones((1, 4))))
     with amp.init(loss_scale=1024.0) as handle:
         output(weight)
@@ -214,10 +215,7 @@ def test_what_pays_off_only_in_a_loop_is_kept_from_the_second_use(queue: cl.Comm
     assert len(made) == 3
 
 
-def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(
-    queue: cl.CommandQueue, handle: amp.AmpHandle
-) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(weight: Parameter, handle: amp.AmpHandle) -> None:
     assert [output(weight) for _ in range(4)] == [4.0] * 4
     weight.write(np.full((4, 4), 2.0, np.float32))
     assert [output(weight) for _ in range(4)] == [8.0] * 4
@@ -245,8 +243,9 @@ def test_averaged_weights_are_read_and_left_again(queue: cl.CommandQueue, handle
     assert output(layer.weight) == 12.0
 
 
-def test_a_step_ends_what_was_derived_from_views(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
+def test_a_step_ends_what_was_derived_from_views(
+    queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle
+) -> None:
     shown = reshape(weight, (4, 4))
     optimizer = SGD([weight], lr=1.0)
     assert output(shown) == 4.0
@@ -324,9 +323,8 @@ OVERTAKING: dict[str, Callable[[Parameter], object]] = {
 
 @pytest.mark.parametrize("name", OVERTAKING)
 def test_a_copy_that_another_threads_write_has_overtaken_is_not_kept(
-    queue: cl.CommandQueue, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch, name: str
+    queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    weight = Parameter.from_host(queue, np.ones((4, 4), np.float32))
     weight.grad = to_device(queue, np.ones((4, 4)))
     own = policies.WeightOperand.was_made
 

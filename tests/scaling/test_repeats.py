@@ -240,8 +240,7 @@ def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
     """Two steps, and a third pass, which overflows."""
     for _ in range(2):
         task.optimizer.zero_grad()
-        task.backward(handle, 2.0**-4)
-        task.optimizer.step()
+        task.step(handle, 2.0**-4)
     task.optimizer.zero_grad()
     task.backward(handle, 2.0**20)
 
@@ -378,8 +377,7 @@ def test_what_cannot_be_repeated_is_skipped_as_ever(queue: cl.CommandQueue, pass
         assert handle.loss_scale == 2.0**15
         assert task.moved == 0
         task.optimizer.zero_grad()
-        task.backward(handle)
-        task.optimizer.step()
+        task.step(handle)
         assert task.moved == 1
 
 
@@ -387,8 +385,7 @@ def test_what_cannot_be_repeated_is_skipped_as_ever(queue: cl.CommandQueue, pass
 def test_whoever_wants_none_has_none(queue: cl.CommandQueue, options: dict[str, Any]) -> None:
     task = Task(queue)
     with amp.init(**options) as handle:
-        task.backward(handle, 2.0**20)
-        task.optimizer.step()
+        task.step(handle, 2.0**20)
         assert (handle.last_step.stepped, handle.last_step.repeats, task.moved) == (False, 0, 0)
     with pytest.raises(ValueError, match='on_overflow must be "repeat" or "skip", got \'retry\''):
         amp.init(on_overflow="retry")
@@ -417,8 +414,7 @@ def test_an_error_in_a_repeat_leaves_all_as_it_was(
                 task.backward(handle, 2.0**20)
         assert handle.scalers[0].state_dict() == before
         assert task.gradient == 1
-        task.backward(handle, 2.0**20)
-        task.optimizer.step()
+        task.step(handle, 2.0**20)
         assert task.gradient == 2.0**20 + 1
         assert handle.last_step.stepped
 

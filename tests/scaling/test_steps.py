@@ -46,6 +46,10 @@ class Training:
             if bad is not None:
                 plant(self.optimizer.params[param], bad)
 
+    def step(self, handle: Any, bad: float | None = None) -> None:
+        self.backward(handle, bad)
+        self.optimizer.step()
+
     def weights(self) -> list[Any]:
         return weights_of(self.model)
 
@@ -89,12 +93,10 @@ def test_a_nan_batch_does_not_reach_16_bit_parameters(queue: cl.CommandQueue) ->
     training = Training(queue)
     handle = amp.init(dtype="bfloat16")
     amp.decorate(training.model, training.optimizer, dtype="bfloat16")
-    training.backward(handle)
-    training.optimizer.step()
+    training.step(handle)
     before = training.weights()
     training.data = to_device(queue, np.full((4, 8), np.nan, np.float32)), training.data[1]
-    training.backward(handle)
-    training.optimizer.step()
+    training.step(handle)
     assert not handle.last_step.stepped
     assert training.is_unchanged(before)
 
@@ -102,24 +104,21 @@ def test_a_nan_batch_does_not_reach_16_bit_parameters(queue: cl.CommandQueue) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_check_can_be_switched_off(training: Training, dtype: str) -> None:
     handle = amp.init(dtype=dtype, check_finite=False)
-    training.backward(handle, np.nan)
-    training.optimizer.step()
+    training.step(handle, np.nan)
     assert handle.last_step.stepped
     assert np.isnan(training.weights()[2]).any()
 
 
 def test_without_the_check_overflows_of_scaled_losses_still_skip(training: Training) -> None:
     handle = amp.init(check_finite=False)
-    training.backward(handle, np.inf)
-    training.optimizer.step()
+    training.step(handle, np.inf)
     assert not handle.last_step.stepped
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_check_is_one_launch_and_one_read(training: Training, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = amp.init(dtype=dtype)
-    training.backward(handle)
-    training.optimizer.step()
+    training.step(handle)
     training.backward(handle)
     copies: list[object] = []
     copy = cl.enqueue_copy
@@ -151,8 +150,7 @@ def test_a_static_scale_that_is_too_large_is_called_so(training: Training) -> No
     handle = amp.init(loss_scale=2.0**15)
     with pytest.raises(FloatingPointError, match=r"at the static loss scale 32768: either the scale is too large"):  # noqa: PT012
         for _ in range(25):
-            training.backward(handle, np.inf)
-            training.optimizer.step()
+            training.step(handle, np.inf)
     dynamic = amp.GradScaler(2.0**-126)
     with pytest.raises(FloatingPointError, match=r"at its floor .*layers\.0\.weight"):  # noqa: PT012
         for _ in range(25):
@@ -171,8 +169,7 @@ def test_a_report_has_numbers_names_and_scales(training: Training) -> None:
     handle = amp.init()
     assert handle.last_step is None
     assert len(handle.history) == 0
-    training.backward(handle)
-    training.optimizer.step()
+    training.step(handle)
     training.optimizer.zero_grad()
     with handle.scale_loss(loss_of(training.model, training.data), training.optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -236,11 +233,9 @@ def test_parameters_without_a_gradient_are_named_and_frozen_ones_not(queue: cl.C
 def test_a_printed_handle_tells_steps_skips_and_scale(training: Training) -> None:
     with amp.init() as handle:
         assert repr(handle) == "<AmpHandle float16: 0 steps, 0 skipped, loss scale 65536>"
-        training.backward(handle)
-        training.optimizer.step()
+        training.step(handle)
         assert repr(handle) == "<AmpHandle float16: 1 step, 0 skipped, loss scale 65536>"
-        training.backward(handle, np.nan)
-        training.optimizer.step()
+        training.step(handle, np.nan)
         reason = "nan in 1 element of the gradients of layers.2.weight"
         assert repr(handle) == f"<AmpHandle float16: 2 steps, 1 skipped (the last: {reason}), loss scale 32768>"
     assert repr(handle) == "<AmpHandle, shut down>"
@@ -433,8 +428,7 @@ def test_a_class_whose_step_is_no_plain_function_is_guarded(training: Training) 
         before = vars(make)["step"]
         with amp.init(loss_scale=1.0) as handle:
             assert skips(handle, training, lambda: training.optimizer.step())
-            training.backward(handle)
-            training.optimizer.step()
+            training.step(handle)
             assert handle.last_step.stepped
             assert training.optimizer.t == 1
         assert vars(make)["step"] is before
@@ -523,8 +517,7 @@ def test_a_handle_kept_after_shutdown_says_so_whatever_else_is_wrong(
 
 def test_a_skipped_step_is_over_with(training: Training) -> None:
     handle = amp.init(loss_scale=1.0)
-    training.backward(handle, np.inf)
-    training.optimizer.step()
+    training.step(handle, np.inf)
     for param in training.optimizer.params:
         param.grad = to_device(param.queue, np.ones(param.shape, np.float32))
     training.optimizer.step()
@@ -553,8 +546,7 @@ def test_only_skips_in_a_row_at_the_floor_raise(training: Training) -> None:
 def test_a_clean_step_ends_a_row_of_skips(training: Training) -> None:
     handle = amp.init(dtype="bfloat16")
     for bad in (*[np.nan] * 24, None, *[np.nan] * 24):
-        training.backward(handle, bad)
-        training.optimizer.step()
+        training.step(handle, bad)
         assert handle.last_step.stepped == (bad is None)
     training.backward(handle, np.nan)
     with pytest.raises(FloatingPointError, match=r"25 steps in a row were skipped: .*layers\.2\.weight"):
