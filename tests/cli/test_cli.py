@@ -791,32 +791,6 @@ def test_lists_prints_every_function_and_its_reason(capsys: pytest.CaptureFixtur
     assert "half" in out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["matmul_op", "netcl.autograd.matmul_op"])
-def test_lists_finds_a_function_by_own_or_full_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", name, "--dtype", "bfloat16"]) == 0
-    out = capsys.readouterr().out
-    assert "clamp in bfloat16" in out
-    assert "exp" not in out
-
-
-@pytest.mark.parametrize(
-    ("name", "level", "runs_as"),
-    [
-        ("netcl.autograd.matmul_op", "O0", "clamp in float32"),
-        ("netcl.autograd.add", "O1", "clamp in the widest input's dtype"),
-        ("netcl.autograd.add", "O2", "clamp in float16"),
-        ("netcl.autograd.add", "OD", "clamp in float32"),
-        ("netcl.autograd.exp", "O1", "clamp in float32"),
-        ("netcl.autograd.relu", "O1", "clamp in its input's dtype"),
-        ("binary_cross_entropy", "O1", "raises"),
-        ("causal_mask", "O1", "netcl, as it is"),
-    ],
-)
-def test_lists_says_whose_kernel_runs(name: str, level: str, runs_as: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", name, "--level", level]) == 0
-    assert runs_as in capsys.readouterr().out
-
-
 def test_lists_says_what_clamp_has_no_kernel_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -871,11 +845,6 @@ def test_lists_says_which_rule_decides_about_a_module(
     assert (said.err if code else said.out).startswith(says)
 
 
-def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lists", "silu"]) == 0
-    assert "netcl.autograd.swish" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "there", "absent"),
     [
@@ -889,9 +858,21 @@ def test_lists_finds_what_a_name_calls(capsys: pytest.CaptureFixture[str]) -> No
         (["--policy", "half"], ("matmul_op", "prelu"), "layer_norm"),
         (["--policy", "half", "--level", "O2"], ("matmul_op", "relu"), "layer_norm"),
         (["conv", "--policy", "half"], ("conv2d_relu", "depthwise_conv2d"), "im2col"),
+        (["silu"], ("netcl.autograd.swish",), "relu"),
+        # by its own name or its full one, with whose kernel runs
+        (["matmul_op", "--dtype", "bfloat16"], ("clamp in bfloat16",), "exp"),
+        (["netcl.autograd.matmul_op", "--dtype", "bfloat16"], ("clamp in bfloat16",), "exp"),
+        (["netcl.autograd.matmul_op", "--level", "O0"], ("clamp in float32",), "exp"),
+        (["netcl.autograd.add", "--level", "O1"], ("clamp in the widest input's dtype",), "exp"),
+        (["netcl.autograd.add", "--level", "O2"], ("clamp in float16",), "exp"),
+        (["netcl.autograd.add", "--level", "OD"], ("clamp in float32",), "exp"),
+        (["netcl.autograd.exp", "--level", "O1"], ("clamp in float32",), "matmul"),
+        (["netcl.autograd.relu", "--level", "O1"], ("clamp in its input's dtype",), "exp"),
+        (["binary_cross_entropy", "--level", "O1"], ("raises",), "matmul"),
+        (["causal_mask", "--level", "O1"], ("netcl, as it is",), "matmul"),
     ],
 )
-def test_lists_searches_by_layer_part_and_policy(
+def test_lists_searches_by_name_layer_part_and_policy(
     arguments: list[str], there: tuple[str, ...], absent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lists", *arguments]) == 0

@@ -361,28 +361,22 @@ def test_custom_fwd_casts_its_inputs_and_nothing_inside(queue: cl.CommandQueue, 
         assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_without_cast_inputs_both_run_in_the_region_around_forward(queue: cl.CommandQueue, dtype: str) -> None:
-    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2))
-    leaf.requires_grad = True
-    op = Square(None)
-    with amp.autocast(dtype=dtype):
-        loss = ag.sum(op(ag.tensor(leaf, requires_grad=True)))
-    loss.backward()
-    assert op.seen == ["float32", dtype, dtype]
-    assert leaf.grad.dtype == "float32"
-    assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
-
-
-@pytest.mark.parametrize("cast_inputs", [None, "float32", "float16"])
-def test_outside_of_a_region_custom_functions_change_nothing(queue: cl.CommandQueue, cast_inputs: str | None) -> None:
+@pytest.mark.parametrize(
+    ("region", "cast_inputs", "seen"),
+    [({"dtype": dtype}, None, ["float32", dtype, dtype]) for dtype in DTYPES]
+    + [({"enabled": False}, cast_inputs, ["float32"] * 3) for cast_inputs in (None, "float32", "float16")],
+)
+def test_without_inputs_to_cast_both_run_in_the_region_around_forward_and_outside_in_none(
+    queue: cl.CommandQueue, region: dict[str, Any], cast_inputs: str | None, seen: list[str]
+) -> None:
     leaf = to_device(queue, np.arange(1, 5).reshape(2, 2))
     leaf.requires_grad = True
     op = Square(cast_inputs)
-    with amp.autocast(enabled=False):
+    with amp.autocast(**region):
         loss = ag.sum(op(ag.tensor(leaf, requires_grad=True)))
     loss.backward()
-    assert op.seen == ["float32"] * 3
+    assert op.seen == seen
+    assert leaf.grad.dtype == "float32"
     assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
 
 

@@ -93,17 +93,19 @@ def test_finds_the_functions_that_need_float32(queue: cl.CommandQueue, metric: A
         assert isfinite(training())
 
 
-def test_nothing_needs_float32(queue: cl.CommandQueue) -> None:
-    training = Training(queue)
-    found = bisect(training, tolerance=0.05)
-    assert (found.verdict, found.functions, found.runs) == ("holds under AMP", (), 2)
-    assert "holds under AMP" in str(found)
-
-
-def test_float32_does_not_help(queue: cl.CommandQueue) -> None:
-    found = bisect(Training(queue, "bmm"), lambda loss: False)
-    assert (found.verdict, found.functions, found.runs) == ("fails in float32", (), 2)
-    assert "does not hold" in str(found)
+@pytest.mark.parametrize(
+    ("culprits", "metric", "verdict", "words"),
+    [
+        ((), isfinite, "holds under AMP", "holds under AMP"),
+        (("bmm",), lambda loss: False, "fails in float32", "does not hold"),
+    ],
+)
+def test_where_nothing_needs_float32_or_that_does_not_help(
+    queue: cl.CommandQueue, culprits: tuple[str, ...], metric: Any, verdict: str, words: str
+) -> None:
+    found = bisect(Training(queue, *culprits), metric, tolerance=0.05)
+    assert (found.verdict, found.functions, found.runs) == (verdict, (), 2)
+    assert words in str(found)
 
 
 class Wide(Module):

@@ -118,10 +118,13 @@ TABLE = """\
 """  # noqa: E501
 
 
-def test_operator_stats_collection(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
-    """enable_operator_stats_collection and disable_operator_stats_collection."""
+def test_operator_stats(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    """collect_operator_stats, and enable_operator_stats_collection with disable_operator_stats_collection."""
     conv = Conv2d(queue, 3, 2, 3)
     x = ag.tensor(to_device(queue, np.random.default_rng(0).random((2, 3, 8, 8))))
+    with debugging.collect_operator_stats(), amp.auto_cast(enable=True, level="O2"):
+        conv(x)
+    assert capsys.readouterr().out == TABLE
     debugging.enable_operator_stats_collection()
     with amp.auto_cast(enable=True, level="O2"):
         conv(x)
@@ -129,14 +132,6 @@ def test_operator_stats_collection(queue: cl.CommandQueue, capsys: pytest.Captur
     assert capsys.readouterr().out == TABLE
     debugging.disable_operator_stats_collection()
     assert capsys.readouterr().out == ""
-
-
-def test_collect_operator_stats(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
-    conv = Conv2d(queue, 3, 2, 3)
-    x = ag.tensor(to_device(queue, np.random.default_rng(0).random((2, 3, 8, 8))))
-    with debugging.collect_operator_stats(), amp.auto_cast(enable=True, level="O2"):
-        conv(x)
-    assert capsys.readouterr().out == TABLE
 
 
 def test_compare_accuracy(queue: cl.CommandQueue, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,14 +26,11 @@ from clamp.ops.statistics import (
     numerics_of,
     statistics_of,
 )
-from tests.ops.test_multi_tensor import launches
+from tests.ops.test_multi_tensor import LARGE_SIZES, SIZES, launches
 from tests.reference import SPECIAL, STORAGE_DTYPES, quantize, to_device
 
 __all__ = ["launches"]  # a fixture
 pytestmark = pytest.mark.kernel
-
-SIZES = [1, 0, 2, 15, 16, 17, 31, 127, 1009, 1023, 1024, 1025, 2048, 4099, 8193]
-LARGE_SIZES = [8191, 8192, 65535, 65536, 65537, 200003]  # with 8193, the borders of the tiles of GPUs and CPUs
 
 
 def expected(stored: Any, histogram: bool = True) -> Statistics:

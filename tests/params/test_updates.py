@@ -147,29 +147,24 @@ def compare(
     assert skipped
 
 
+#: in the sweep, two hundred steps that are made, and those between them, which Adam's corrections count
+STEPS = pytest.mark.parametrize(("steps", "ahead"), [(40, 0), pytest.param(200, 115, marks=pytest.mark.slow)])
+
+
 @pytest.mark.long
+@STEPS
 @pytest.mark.parametrize("name", MAKE)
-def test_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str) -> None:
-    compare(queue, MAKE[name], 40, SIZES)
+def test_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str, steps: int, ahead: int) -> None:
+    compare(queue, MAKE[name], steps, SIZES, ahead=ahead)
 
 
 @_NETCLS
+@STEPS
 @pytest.mark.parametrize("name", ["adamw", "adamw, no decay"])
-def test_adamw_steps_many_parameters_with_the_bits_of_its_own_fused_step(queue: cl.CommandQueue, name: str) -> None:
-    compare(queue, MAKE[name], 40, FUSED_SIZES, absent=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MAKE)
-def test_a_thousand_steps_have_the_bits_of_netcls(queue: cl.CommandQueue, name: str) -> None:
-    """Two hundred that are made, and those between them, which Adam's corrections count."""
-    compare(queue, MAKE[name], 200, SIZES, ahead=115)
-
-
-@_NETCLS
-@pytest.mark.slow
-def test_a_thousand_fused_steps_have_the_bits_of_netcls(queue: cl.CommandQueue) -> None:
-    compare(queue, MAKE["adamw"], 200, FUSED_SIZES, ahead=115, absent=False)
+def test_adamw_steps_many_parameters_with_the_bits_of_its_own_fused_step(
+    queue: cl.CommandQueue, name: str, steps: int, ahead: int
+) -> None:
+    compare(queue, MAKE[name], steps, FUSED_SIZES, ahead=ahead, absent=False)
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -264,27 +259,21 @@ def own(queue: cl.CommandQueue, change: Callable[[Loop], object]) -> list[str]:
     return names
 
 
-def test_momentum_with_numbers_of_numpys_is_computed_by_numpy(queue: cl.CommandQueue) -> None:
-    """numpy.float64(0.9) times float32 is float64."""
-
-    def change(loop: Loop) -> None:
-        loop.optimizer.momentum = np.float64(0.9)
-
-    assert own(queue, change) == []
+def in_one_memory(loop: Loop) -> None:
+    first, second = loop.params[4], loop.params[3]
+    second.buffer = first.buffer.get_sub_region(0, second.size * 4)
 
 
-def test_a_parameter_that_is_there_twice_is_stepped_twice(queue: cl.CommandQueue) -> None:
-    def change(loop: Loop) -> None:
-        loop.optimizer.params.append(loop.params[3])
-
-    assert own(queue, change) == []
-
-
-def test_parameters_in_one_memory_are_stepped_one_after_the_other(queue: cl.CommandQueue) -> None:
-    def change(loop: Loop) -> None:
-        first, second = loop.params[4], loop.params[3]
-        second.buffer = first.buffer.get_sub_region(0, second.size * 4)
-
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loop: setattr(loop.optimizer, "momentum", np.float64(0.9)),  # which times float32 is float64
+        lambda loop: loop.optimizer.params.append(loop.params[3]),
+        in_one_memory,
+    ],
+    ids=["momentum is a number of numpy's", "a parameter is there twice", "parameters are in one memory"],
+)
+def test_what_no_launch_can_step_at_once_netcl_steps(queue: cl.CommandQueue, change: Callable[[Loop], Any]) -> None:
     assert own(queue, change) == []
 
 
