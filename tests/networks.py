@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
 from netcl.nn.layers import Linear, ReLU, Sequential
+from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD
 
 from clamp import amp
@@ -76,6 +77,22 @@ def learns(queue: cl.CommandQueue, model: Sequential, **amp_options: Any) -> boo
 def weights_of(model: Sequential) -> list[np.ndarray]:
     """Host copies of a model's parameters."""
     return [param.to_host().copy() for param in model.parameters()]
+
+
+class UsersSGD:
+    """An optimizer of a user's, which is not netcl's: SGD with a rate of 1."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.params = list(params)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                elementwise_binary(param, param.grad, expression="v0 - v1", out=param)
 
 
 LR = 0.125  # of a Task's optimizer

@@ -18,7 +18,7 @@ from netcl.optim import SGD, Adam
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
 from clamp.casting.operands import note_numpy_backend
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, step, weights_of
+from tests.networks import LOSS_FACTOR, UsersSGD, batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -465,15 +465,8 @@ def test_plain_tensors_that_netcl_trains_are_trained(queue: cl.CommandQueue) -> 
 
 
 def test_plain_tensors_of_a_users_optimizer_are_spoken_of(queue: cl.CommandQueue) -> None:
-    class Mine:
-        def __init__(self, params: list[Tensor]) -> None:
-            self.params = params
-
-        def step(self) -> None:
-            pass
-
     weight = to_device(queue, np.ones((4, 2)))
-    optimizer = Mine([weight])
+    optimizer = UsersSGD([weight])
     x = ag.tensor(to_device(queue, np.ones((3, 4))))
     with amp.init(loss_scale=128.0) as handle:
         loss = ag.sum(ag.matmul_op(x, ag.tensor(weight)))

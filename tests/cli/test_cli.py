@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -318,10 +319,7 @@ def test_bench_refuses_arguments_that_mean_nothing(arguments: list[str], capsys:
 def test_bench_prints_what_it_has_when_it_is_interrupted(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "unscale_cases", interrupted)
+    monkeypatch.setattr(command, "unscale_cases", Mock(side_effect=KeyboardInterrupt))
     rows = bench("--only", "cast,unscale", status=130)
     captured = capsys.readouterr()
     assert "copy kernel" in captured.out
@@ -342,10 +340,7 @@ def test_bench_keeps_the_case_in_which_it_is_interrupted(bench: Bench, monkeypat
 def test_a_command_ends_in_one_line_when_it_is_interrupted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object) -> object:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("clamp.cli.lists.default_table", interrupted)
+    monkeypatch.setattr("clamp.cli.lists.default_table", Mock(side_effect=KeyboardInterrupt))
     assert main(["lists"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
@@ -757,10 +752,7 @@ def test_doctor_fails_when_a_result_is_wrong(
 def test_doctor_survives_a_device_that_cannot_be_used(
     real_devices: list[cl.Device], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*args: object, **kwargs: object) -> object:
-        raise cl.RuntimeError("driver is gone")
-
-    monkeypatch.setattr("clamp.cli.doctor.cl.CommandQueue", broken)
+    monkeypatch.setattr("clamp.cli.doctor.cl.CommandQueue", Mock(side_effect=cl.RuntimeError("driver is gone")))
     monkeypatch.setattr("clamp.cli.doctor.manager.default", lambda: None)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -769,9 +761,7 @@ def test_doctor_survives_a_device_that_cannot_be_used(
 
 
 def test_doctor_tells_how_to_get_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def none() -> list[cl.Device]:
-        raise NoDeviceError
-
+    none = Mock(side_effect=NoDeviceError)
     monkeypatch.setattr("clamp.cli.doctor.list_devices", none)
     monkeypatch.setattr("clamp.cli.devices.list_devices", none)
     assert main(["doctor"]) == 1
@@ -894,10 +884,7 @@ def test_lists_fits_a_terminal(
 
 
 def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def none() -> list[cl.Device]:
-        raise NoDeviceError
-
-    monkeypatch.setattr("clamp.cli.devices.list_devices", none)
+    monkeypatch.setattr("clamp.cli.devices.list_devices", Mock(side_effect=NoDeviceError))
     assert main(["lists", "softmax"]) == 0
     out = capsys.readouterr().out
     assert "no OpenCL device" in out

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -89,9 +90,7 @@ KEEPERS = [in_a_closure, in_an_object, in_a_partial, in_a_default, as_a_global]
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(*_: Any) -> Any:
-        raise AssertionError("all objects of the process are looked at")
-
+    search = Mock(side_effect=AssertionError("all objects of the process are looked at"))
     monkeypatch.setattr(gc, "get_referrers", search)
     monkeypatch.setattr(gc, "get_objects", search)
 

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -184,10 +185,7 @@ def test_nothing_is_kept_where_that_is_off_or_impossible(
 
 
 def test_a_full_disk_is_no_error(queue: cl.CommandQueue, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("no space left on device")))
     _halves(queue)
     assert list(folder.iterdir()) == []
 

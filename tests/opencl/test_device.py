@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -306,9 +307,6 @@ def test_a_forked_process_computes_or_says_why_not(queue: cl.CommandQueue) -> No
 def test_a_device_that_answers_with_an_error_is_left_to_who_uses_it(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise cl.LogicError("the context is the parent's")
-
     monkeypatch.setattr(device, "_answering", {})
-    monkeypatch.setattr(cl, "enqueue_copy", refuse)
+    monkeypatch.setattr(cl, "enqueue_copy", Mock(side_effect=cl.LogicError("the context is the parent's")))
     device.require_answer(queue)  # and no traceback out of a thread, which pytest would raise

@@ -13,6 +13,7 @@ import pytest
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Prepared
 from clamp.ops import optimizer_step, slots
@@ -142,21 +143,12 @@ def test_nothing_is_cast_without_elements(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.parametrize("count", [9, 10, 11, 100, 101, 230])
-def test_a_launch_takes_up_to_a_hundred_tensors(
-    queue: cl.CommandQueue, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_takes_up_to_a_hundred_tensors(queue: cl.CommandQueue, count: int) -> None:
     params = on_device(queue, [np.full(1 + index % 3, index, np.float32) for index in range(count)])
     launches = MultiUpdate("sgd", 2, params, [], [None] * count)
-    call, names = cl.Kernel.__call__, []
-
-    def counted(kernel: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
-        names.append(kernel.function_name)
-        return call(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(cl.Kernel, "__call__", counted)
-    in_turn(launches.pieces(typed(1.0, 0.0), params))
+    with counted_launches() as names:
+        in_turn(launches.pieces(typed(1.0, 0.0), params))
     assert names == ["update"] * -(-count // slots_for(queue, 100, 2, 40))
-    monkeypatch.undo()
     assert all(not to_numpy(param).any() for param in params)  # p - 1 * p
 
 

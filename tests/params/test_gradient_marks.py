@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -321,12 +322,9 @@ def test_a_scaled_loss_and_a_constant_are_one_loss(task: Task, handle: amp.AmpHa
 def test_a_pass_given_up_while_it_is_unscaled_counts_for_nothing(
     task: Task, handle: amp.AmpHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Any:
-        raise MemoryError
-
     task.set_gradient(1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(gradient_marks, "added", fail)
+        patch.setattr(gradient_marks, "added", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             task.backward(handle, np.inf)
     assert task.gradient == 1.0

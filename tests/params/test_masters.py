@@ -25,7 +25,7 @@ from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.params import masters
 from clamp.params.parts import KEEPS
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, step, weights_of
+from tests.networks import LOSS_FACTOR, UsersSGD, batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state
 
@@ -324,26 +324,10 @@ def test_frozen_parameters_thaw_under_another_handle(queue: cl.CommandQueue) -> 
     assert not any(np.array_equal(one, other) for one, other in zip(before, weights_of(model), strict=True))
 
 
-class Plain:
-    """An optimizer of the user's: SGD with a rate of 1."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def step(self) -> None:
-        for param in self.params:
-            if param.grad is not None:
-                elementwise_binary(param, param.grad, expression="v0 - v1", out=param)
-
-
 @pytest.mark.parametrize("order", ["decorate", "decorate, init", "init, decorate", "initialize"])
 def test_optimizers_of_the_users_step_masters_without_a_scaled_pass(queue: cl.CommandQueue, order: str) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 32, 16, 8)
-    optimizer = Plain(model.parameters())
+    optimizer = UsersSGD(model.parameters())
     for call in order.split(", "):
         if call == "init":
             amp.init(dtype="bfloat16")

@@ -19,7 +19,7 @@ from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting import policies
 from clamp.params import graphs
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, weights_of
+from tests.networks import LOSS_FACTOR, UsersSGD, batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -28,22 +28,6 @@ ROWS, WIDTH = 64, 32
 STEPS = 3
 _SGD = partial(SGD, lr=0.5)
 WORD = re.escape("loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True)")
-
-
-class Own:
-    """An optimizer of the user's."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = list(params)
-
-    def step(self) -> None:
-        for param in self.params:
-            if param.grad is not None:
-                param.write(param.to_host() - 0.5 * param.grad.to_host())
-
-    def zero_grad(self) -> None:
-        for param in self.params:
-            param.grad = None
 
 
 class Setting:
@@ -309,7 +293,7 @@ def test_what_is_asked_of_a_pass_holds_when_it_is_repeated(queue: cl.CommandQueu
 @pytest.mark.parametrize("loop", [gan, gan_generator_first, graph_of_another_optimizer, plain])
 def test_optimizers_of_the_users_count_as_well(queue: cl.CommandQueue, loop: Loop) -> None:
     """From their first step on: what they hold is looked for."""
-    loop(Setting(queue, Own))
+    loop(Setting(queue, UsersSGD))
 
 
 # ---------------------------------------------------------------------------------------------- loops that raise

@@ -9,6 +9,7 @@ import pickle
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -326,11 +327,7 @@ def test_an_interrupted_step_is_still_skipped_when_called_again(
     training.backward(handle, np.inf)
     before = training.weights()
     read = DeviceState._words
-
-    def interrupted(self: DeviceState) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(DeviceState, "_words", interrupted)
+    monkeypatch.setattr(DeviceState, "_words", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         training.optimizer.step()
     monkeypatch.setattr(DeviceState, "_words", read)
