@@ -78,10 +78,15 @@ def test_a_scale_that_is_set_later_is_not_told_of_earlier_steps(queue: cl.Comman
         assert scaler.history[-1] == told
 
 
+@pytest.mark.parametrize("under", ["a handle", "no handle"])
 @pytest.mark.parametrize("how", ["written", "replaced", "cleared"])
 @pytest.mark.parametrize("kind", ["pytorch", "paddle"])
-def test_what_was_inf_when_it_was_unscaled_skips_the_step(queue: cl.CommandQueue, kind: str, how: str) -> None:
+def test_what_was_inf_when_it_was_unscaled_skips_the_step(
+    queue: cl.CommandQueue, kind: str, how: str, under: str
+) -> None:
     """As in PyTorch: the verdict is that of unscale_, whatever is made of the gradient after it."""
+    if under == "a handle":
+        amp.init()
     training, scaler = Training(queue, "none"), make(kind, 2.0**4)
     scaler.scale(training.loss(*training.data)).backward()
     param = training.optimizer.params[0]

@@ -635,17 +635,6 @@ def test_a_bad_gradient_that_stays_is_skipped_again(task: Task, fp32: amp.AmpHan
     assert task.moved == 0
 
 
-def test_a_bad_gradient_repaired_after_unscale_is_skipped_all_the_same(task: Task, fp32: amp.AmpHandle) -> None:
-    """As PyTorch's: what unscale_ has met counts, whatever is there now."""
-    scaler = amp.GradScaler(SCALE)
-    scaler.scale(task.loss(np.inf)).backward()
-    scaler.unscale_(task.optimizer)
-    task.weight.grad.write(np.ones((4, 3), np.float32))
-    scaler.step(task.optimizer)
-    scaler.update()
-    assert (task.moved, scaler.get_scale()) == (0, SCALE / 2)
-
-
 # ---------------------------------------------------------------------------------------------- the state itself
 
 

@@ -114,7 +114,7 @@ def test_an_error_leaves_every_gradient_as_it_was(queue: cl.CommandQueue, kind: 
         summed(other).backward()
     elif before == "user's":
         other.grad = to_device(queue, np.full(2, 5.0))
-    kept = other.grad
+    kept, state = other.grad, amp.state_dict()
     reached = [other] if fails == "nothing reached" else [named, other]
     loss = summed(*reached)
 
@@ -132,9 +132,13 @@ def test_an_error_leaves_every_gradient_as_it_was(queue: cl.CommandQueue, kind: 
     assert named.grad is None
     assert other.grad is kept
     assert theirs.params[0] is other
+    assert amp.state_dict() == state
+    assert amp.is_autocast_enabled()
     scaled(handle, summed(named, other), [optimizer, theirs])
     value = {"none": 1.0, "plain": 2.0, "user's": 6.0}[before]
     np.testing.assert_array_equal(other.grad.to_host(), np.full(2, value, np.float32))
+    optimizer.step()
+    assert handle.last_step.stepped
 
 
 @pytest.mark.parametrize("held", ["by nobody", "by a netcl optimizer", "frozen", "data"])
