@@ -170,18 +170,6 @@ def test_a_failed_backward_leaves_nothing_for_the_next(queue: cl.CommandQueue, h
     np.testing.assert_array_equal(to_numpy(x.grad), np.ones(VALUES.shape))
 
 
-def test_split_and_chunk_cut_as_netcl_does(queue: cl.CommandQueue) -> None:
-    x = leaf(queue, VALUES, "bfloat16")
-    for pieces, sizes in (
-        (slicing.split(Match(), x, 4, 1), (4, 2)),
-        (slicing.split(Match(), x, [1, 5], axis=1), (1, 5)),
-        (slicing.chunk(Match(), x, 4, 1), (2, 2, 2)),
-        (slicing.chunk(Match(), x, 9, 1), (1,) * 6),
-    ):
-        assert [piece.value.shape[1] for piece in pieces] == list(sizes)
-        np.testing.assert_array_equal(np.concatenate([to_numpy(p.value) for p in pieces], 1), to_numpy(x.value))
-
-
 # -------------------------------------------------------------------------------------------- tensor level
 
 

@@ -262,16 +262,6 @@ def test_gradients_in_the_parameters_dtype_or_in_fp32(queue: cl.CommandQueue) ->
         assert {param.grad.dtype for param in model.parameters()} == {expected}
 
 
-def test_forward_reads_16_bit_parameters_without_a_cast(
-    queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, (x, _) = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
-    masters.narrow(model.parameters(), "float16")
-    amp.init(verbose=True)
-    model(ag.tensor(to_device(queue, x.to_host(), "float16")))
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize("make", [Adam, Momentum, AdamW], ids=lambda cls: cls.__name__)
 def test_parameters_added_later(queue: cl.CommandQueue, make: Any) -> None:
     model, more, data = mlp(queue, *WIDTHS), mlp(queue, 8, 8), batch(queue, 32, 16, 8)

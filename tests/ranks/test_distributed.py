@@ -377,16 +377,12 @@ def run_ranks(launcher: list[str], ranks: int, *command: str, platform: str | No
     return job.returncode, output
 
 
-def test_ranks_train_as_one_process_does(launcher: list[str], queue: cl.CommandQueue) -> None:
-    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_child", platform=queue.device.platform.name)
-    assert status == 0, output
-    assert "all well" in output
-
-
-@pytest.mark.slow
-def test_ranks_notice_errors_and_differences(launcher: list[str], queue: cl.CommandQueue) -> None:
-    """One job, because starting one takes as long as all of these checks."""
-    status, output = run_ranks(launcher, 2, "-m", "tests.ranks.mpi_errors", platform=queue.device.platform.name)
+@pytest.mark.parametrize("checks", ["mpi_child", pytest.param("mpi_errors", marks=pytest.mark.slow)])
+def test_ranks_train_as_one_process_does_and_notice_errors_and_differences(
+    launcher: list[str], queue: cl.CommandQueue, checks: str
+) -> None:
+    """One job each, because starting one takes as long as all of these checks."""
+    status, output = run_ranks(launcher, 2, "-m", f"tests.ranks.{checks}", platform=queue.device.platform.name)
     assert status == 0, output
     assert "all well" in output
 
