@@ -719,6 +719,7 @@ def test_threads_have_recordings_of_their_own(queue: cl.CommandQueue) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 15
+    assert infer.recordings == 3  # this one has run it once
     for one in found:
         np.testing.assert_array_equal(one, expected)
 

@@ -7,7 +7,6 @@ import enum
 import gc
 import math
 import sys
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -587,20 +586,6 @@ def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> Non
     finally:
         session.registrations.clear()
         session.forget_patches()
-
-
-@pytest.mark.usefixtures("uncompared")
-def test_each_thread_has_recordings_of_its_own(queue: cl.CommandQueue) -> None:
-    graph = recorded(Infer(mlp(queue, 10, 16, 3)), x_of(queue))
-    expected = graph(x_of(queue)).to_host()
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(graph(x_of(queue)).to_host() for _ in range(3)))
-    thread.start()
-    thread.join()
-    assert len(found) == 3
-    assert len(graph.builds) == 2 + 2
-    for result in found:
-        np.testing.assert_array_equal(result, expected)
 
 
 def test_a_graph_in_a_graph_is_recorded_with_it(queue: cl.CommandQueue) -> None:
