@@ -59,14 +59,6 @@ def test_the_optimizer(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
         handle.wrap_optimizer(SGD(model.parameters()), num_loss=0)
 
 
-def test_after_shutdown(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
-    model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
-    loss, optimizer = loss_of(model, data), SGD(model.parameters())
-    handle.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        handle.scale_loss(loss, optimizer)
-
-
 def test_mixed_queues(queue: cl.CommandQueue) -> None:
     other = cl.CommandQueue(queue.context, queue.device)
     a, b = ag.tensor(to_device(queue, np.ones((4, 4)))), ag.tensor(to_device(other, np.ones((4, 4))))
@@ -348,5 +340,5 @@ def test_registration(handle: amp.AmpHandle) -> None:
     handle.shutdown()
     with pytest.raises(ValueError, match=r"No function named nothing in module netcl\.autograd"):
         amp.register_float_function(ag, "nothing")
-    with pytest.raises(ValueError, match="unknown policy"):
+    with pytest.raises(ValueError, match=r"unknown policy 'lukewarm'.*lower_precision_fp"):
         amp.register(ag, "relu", "lukewarm")

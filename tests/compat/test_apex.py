@@ -531,5 +531,3 @@ def test_a_wrapped_optimizer_forwards_everything_else(queue: cl.CommandQueue) ->
         assert isinstance(wrapped, SGD)
         with pytest.raises(RuntimeError, match=r"optimizer\.scale_loss"):
             amp.scale_loss(loss_of(model, batch(queue, 4, 4, 4)), optimizer)
-        with pytest.raises(ValueError, match="num_loss"):
-            handle.wrap_optimizer(optimizer, num_loss=0)

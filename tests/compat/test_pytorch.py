@@ -142,11 +142,6 @@ def test_scale_of_what_is_no_tensor_raises(output: Any) -> None:
         amp.GradScaler().scale(output)
 
 
-def test_scale_of_integers_raises(queue: cl.CommandQueue) -> None:
-    with pytest.raises(TypeError, match="int32"):
-        amp.GradScaler().scale(Tensor.from_host(queue, np.ones(1, np.int32), dtype="int32"))
-
-
 # ---------------------------------------------------------------------------------------------- unscale_
 
 
@@ -308,11 +303,6 @@ def test_any_finite_positive_init_scale_will_do(scale: float) -> None:
     assert amp.GradScaler(init_scale=scale).get_scale() == np.float32(scale)
 
 
-def test_a_device_type_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes no device"):
-        amp.GradScaler("cuda")
-
-
 def test_a_state_dict_of_pytorchs_loads() -> None:
     saved = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
     scaler = amp.GradScaler(1.0)
@@ -371,8 +361,9 @@ def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: St
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             ag.add(loss, ag.sum(ag.square(grad)))  # of bare tensors
     for wrong in (penalized, weighted):
-        with pytest.raises(NotImplementedError, match="no second derivatives"):
-            setup.scaler.scale(wrong).backward()
+        for loss in (wrong, setup.scaler.scale(wrong)):
+            with pytest.raises(NotImplementedError, match="no second derivatives"):
+                loss.backward()
     with amp.autocast(), pytest.raises(NotImplementedError, match="no second derivatives"):
         setup.scaler.scale(ag.mean(ag.tensor(ag.sum(ag.square(grad))))).backward()  # of nothing else
     with amp.autocast():  # as a constant it may be part of the loss

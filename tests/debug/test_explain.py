@@ -404,11 +404,6 @@ def test_a_step_that_is_more_than_may_be_held_is_explained_alike(
     assert str(run_again(queue, fault)) == whole
 
 
-def test_debug_takes_known_words_only() -> None:
-    with pytest.raises(ValueError, match="debug must be"):
-        amp.init(debug="everything")
-
-
 # ---------------------------------------------------------------------------------------------- what is no step
 
 

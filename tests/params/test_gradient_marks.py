@@ -745,17 +745,6 @@ def test_first_order_maml_is_no_penalty(queue: cl.CommandQueue, shape: tuple[int
     optimizer.step()
 
 
-def test_a_gradient_penalty_is_refused(task: Task, fp32: amp.AmpHandle) -> None:
-    task.loss().backward()
-    norm = ag.sum(ag.mul(task.weight.grad, task.weight.grad))
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        ag.add(task.loss(), ag.tensor(norm)).backward()
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        ag.add(task.loss(), norm)
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        ag.sum(ag.mul(ag.tensor(task.weight), ag.tensor(task.weight.grad))).backward()
-
-
 # ---------------------------------------------------------------------------------------------- in replays
 
 THEN, NOW, BY_ANOTHER = object(), object(), object()
