@@ -49,7 +49,7 @@ Function = Callable[..., Any]
 LISTED: dict[str, Any] = {
     entry.name: vars(sys.modules[entry.module])[entry.function]
     for entry in default_table()
-    if entry.policy is not CastPolicy.NONE and entry.module in sys.modules
+    if entry.policy is not CastPolicy.NONE and entry.function != "*" and entry.module in sys.modules
 }
 
 
