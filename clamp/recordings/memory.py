@@ -278,10 +278,10 @@ class Launches(list[CapturedKernelLaunch]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
 
     def append(self, launch: CapturedKernelLaunch) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             super().append(launch)
 
     def __iter__(self) -> Iterator[CapturedKernelLaunch]:

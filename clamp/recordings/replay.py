@@ -111,9 +111,7 @@ class ReplayPlan:
             RuntimeError: called in another thread than the recording's, whose kernels it uses, or while recording, or
                 what the recording depends on has changed.
         """
-        refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
-        if threading.get_ident() != self._thread:
-            raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
+        _refuse_elsewhere(self._thread)
         if len(inputs) != len(self._inputs):
             raise ValueError(f"the recording has {len(self._inputs)} inputs, got {len(inputs)}")
         for index, (x, (shape, dtype, queue)) in enumerate(zip(inputs, self._inputs, strict=True)):
@@ -144,13 +142,7 @@ class ReplayPlan:
                 if sync is not None:
                     sync()
 
-        try:
-            with replaying(self._recorded, now, lambda begin, end: run_all(self._steps[begin:end])):
-                run_all(self._steps)
-                settle_late()
-        except BaseException:
-            forget_late()  # later there is nothing to repeat
-            raise
+        _run(self._recorded, now, lambda begin, end: run_all(self._steps[begin:end]), lambda: run_all(self._steps))
 
 
 def shared_memory(inputs: Sequence[Tensor]) -> tuple[int, ...]:
@@ -203,24 +195,17 @@ def replay(wrapped: Any, instance: KernelCapture, /, rebind: Any = None) -> None
     """``KernelCapture.replay``, whose argument ``rebind`` netcl ignores.
 
     Raises:
-        RuntimeError: what the recording depends on has changed.
+        RuntimeError: as of ``ReplayPlan.check``.
     """
     if rebind is not None:
         raise TypeError(
             "netcl's replay ignores `rebind`: write new data into the recorded tensors, or use CompiledGraph"
         )
-    _follow(instance)
-    wrapped()
-    settle_late()
-    weight_cache.clear()
-
-
-def _follow(capture: KernelCapture) -> None:
-    recording = recording_of(capture)
-    if recording is not None:
-        if change := dependencies_of(capture).change():
-            raise stale(change)
-        recording.rebind()
+    if recording_of(instance) is None:
+        wrapped()
+        weight_cache.clear()
+    else:
+        _replay(instance, {})
 
 
 @meets("netcl.runtime.capture.KernelCapture.replay_with_new_buffers")
@@ -229,15 +214,53 @@ def replay_with_new_buffers(wrapped: Any, instance: KernelCapture, /, buffer_map
 
     Raises:
         ValueError: a buffer that no launch has.
-        RuntimeError: what the recording depends on has changed.
+        RuntimeError: as of ``ReplayPlan.check``.
     """
-    _follow(instance)
-    known = {where[1] for launch in instance._launches for arg in launch.args if (where := address_of(arg))}
-    if missing := [hex(pointer) for pointer in buffer_map if pointer not in known]:
-        raise ValueError(f"no recorded launch has a buffer at {', '.join(missing)}")
     if not instance.is_finalized:
         raise RuntimeError("Cannot replay before capture is finalized")
-    for launch in instance._launches:
-        new = [buffer_map.get(where[1], arg) if (where := address_of(arg)) else arg for arg in launch.args]
-        launch.kernel(launch.queue, launch.global_size, launch.local_size, *new)
+    _replay(instance, buffer_map)
+
+
+def _replay(capture: KernelCapture, buffers: Mapping[int, Any]) -> None:
+    """Replays a capture with other memory in place of that at some addresses."""
+    recording = recording_of(capture)
+    if recording is not None:
+        _refuse_elsewhere(capture._launches.thread)
+        if change := dependencies_of(capture).change():
+            raise stale(change)
+        recording.rebind()
+    launches = list(capture._launches)
+    found = (address_of(arg) for launch in launches for arg in launch.args) if buffers else ()
+    known = {where[1] for where in found if where is not None}
+    if missing := [hex(pointer) for pointer in buffers if pointer not in known]:
+        raise ValueError(f"no recorded launch has a buffer at {', '.join(missing)}")
+
+    def run(begin: int, end: int) -> None:
+        for launch in launches[begin:end]:
+            args = launch.args
+            if buffers:
+                args = tuple([buffers.get(where[1], arg) if (where := address_of(arg)) else arg for arg in args])
+            launch.kernel(launch.queue, launch.global_size, launch.local_size, *args)
+
+    _run([], [], run, partial(run, 0, len(launches)))
     weight_cache.clear()
+
+
+def _refuse_elsewhere(thread: int) -> None:
+    """Raises RuntimeError for a replay while something is recorded, or in another thread than its recording's."""
+    refuse("A recording was replayed", "Replay it outside, or call the model itself here.")
+    if threading.get_ident() != thread:
+        raise RuntimeError("a recording replays in the thread that made it, whose kernels it uses: record it here")
+
+
+def _run(
+    recorded: Sequence[Tensor], now: Sequence[Tensor], repeat: Callable[[int, int], None], run: Callable[[], None]
+) -> None:
+    """A replay, with the tensors that it was recorded with and those in their place; ``repeat``: runs a part anew."""
+    try:
+        with replaying(recorded, now, repeat):
+            run()
+            settle_late()
+    except BaseException:
+        forget_late()  # later there is nothing to repeat
+        raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -810,3 +812,67 @@ def test_what_was_recorded_under_amp_is_refused_after_it(queue: cl.CommandQueue,
     compiler.invalidate()
     with ag.no_grad():
         np.testing.assert_array_equal(to_numpy(compiler.compile(model, x)(x)), to_numpy(model(x)))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["backward", "whole step"])
+def test_a_bare_capture_repeats_a_pass_on_the_memory_of_the_replay(queue: cl.CommandQueue, whole: bool) -> None:
+    """Where it overflows, at the first loss scales."""
+
+    def losses(record_it: bool) -> list[Any]:
+        with amp.init() as handle:
+            run = Trainer(queue, handle, "sgd")
+            x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+            step = run.step if whole else run.backward
+            capture, found = KernelCapture(), []
+            if record_it:
+                run.optimizer.zero_grad()
+                capture.begin()
+            loss = step(x, y)
+            if record_it:
+                capture.end()
+            where = bridge.address_of(x.buffer)
+            for number, batch in enumerate(BATCHES[1:4]):
+                y.write(TARGETS[0] * 10.0 ** (number + 2))
+                given = to_device(queue, batch)
+                if record_it:
+                    capture.replay_with_new_buffers({where[1]: given.buffer})
+                else:
+                    loss = step(given, y)
+                grads = [param.grad.to_host() for param in run.params]
+                if not whole:
+                    run.optimizer.step()
+                found.append([*grads, *run.result(loss)])
+            assert re.search(r"[2-9] repeated", repr(handle))
+            return found
+
+    assert_same(losses(True), losses(False))
+
+
+@pytest.mark.parametrize("new_buffers", [False, True])
+def test_a_bare_capture_replays_where_a_graph_does(queue: cl.CommandQueue, new_buffers: bool) -> None:
+    """Not in another recording, which would keep what is decided anew in each replay; nor in another thread."""
+    x, drop = to_device(queue, np.ones(64)), Dropout(0.5)
+    capture, outer, said = KernelCapture(), KernelCapture(), []
+
+    def replay() -> None:
+        try:
+            capture.replay_with_new_buffers({}) if new_buffers else capture.replay()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with init():
+        capture.begin()
+        drop(ag.tensor(x))
+        capture.end()
+        replay()
+        assert not said
+        outer.begin()
+        replay()
+        outer.end()
+        thread = threading.Thread(target=replay)
+        thread.start()
+        thread.join()
+    assert [text.partition(":")[0].partition(",")[0] for text in said] == [
+        "A recording was replayed while launches are being recorded",
+        "a recording replays in the thread that made it",
+    ]
