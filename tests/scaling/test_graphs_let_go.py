@@ -490,6 +490,7 @@ def test_a_tape_keeps_gradients_of_computed_nodes_if_told_so(queue: cl.CommandQu
     else:
         with pytest.warns(UserWarning, match=re.escape("ag.Tape(retain_grads=True)")):
             assert made.grad is None
+        assert "grad=None" in repr(made)  # without a word
     setting.handle.shutdown()
     assert Node(setting.x).grad is None
 
