@@ -22,7 +22,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.policy_table import CastPolicy, Entry
-from clamp.interrupts import With
+from clamp.interrupts import With, holding
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weight_cache
@@ -180,6 +180,7 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, /, new_inputs: Iterable[
 
 _COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
 _MOST_KERNELS = 32  # of one function
+_MOST_PLACES = 24  # that are looked at before each call: of more (a model's settings), it takes longer than its ops
 _LARGEST = float(np.finfo(np.float32).max)
 _ATTRIBUTES = {
     "pow": {"exponent"},
@@ -274,26 +275,23 @@ class FusedFunction:
             inputs.append(TraceNode("input", [], tuple(x.value.shape), x.value.dtype))
             return Node(value=inputs[-1], requires_grad=x.requires_grad)
 
-        context = get_tracing_context()
-        context.active = True
         try:
-            traced = self.__wrapped__(*map(stand_in, args), **{name: stand_in(x) for name, x in kwargs.items()})
+            with holding(get_tracing_context(), "active", True):
+                traced = self.__wrapped__(*map(stand_in, args), **{name: stand_in(x) for name, x in kwargs.items()})
         except Exception:  # code that asks for more than a shape: it meets it again as it is
             return None
-        finally:
-            context.active = False
-        read = _inputs_of(traced, inputs)
-        if read is None or before.change(libraries=False):
+        read, watch = _inputs_of(traced, inputs), Watch(roots)
+        if read is None or watch.places > _MOST_PLACES or before.change(libraries=False):
             return None
         self._kernels += 1
-        return _Fused(Watch(roots), self._compile(lambda *_, **__: traced), read)
+        return _Fused(watch, self._compile(lambda *_, **__: traced), read)
 
     def _as_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], tape: Tape | None) -> Any:
         if tape is None:
             return self.__wrapped__(*args, **kwargs)
         outer = get_current_tape()
-        set_current_tape(tape)
         try:
+            set_current_tape(tape)
             named = {"tape": tape} if "tape" in inspect.signature(self.__wrapped__).parameters else {}
             return self.__wrapped__(*args, **kwargs, **named)
         finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +215,20 @@ def test_a_method_is_its_objects(queue: cl.CommandQueue) -> None:
             for made in (two, three, copy.deepcopy(three)):
                 np.testing.assert_allclose(to_numpy(made.run(a).value), A * made.factor, rtol=1e-6)
             three.factor += 1.0
+
+
+def test_one_that_reads_much_outside_runs_as_it_is(queue: cl.CommandQueue, launched: list[cl.Kernel]) -> None:
+    """To look at all that would take longer than its ops, and hold it."""
+    a, options = ag.tensor(to_device(queue, A)), [Options() for _ in range(50)]
+    held = weakref.ref(options[-1])
+    with amp.init(dtype="float32"):
+        compiled = ag.jit_compile(lambda a: a * sum(each.factor for each in options))
+        for _ in range(2):
+            np.testing.assert_allclose(to_numpy(compiled(a).value), A * 150, rtol=1e-6)
+        assert "fused_forward" not in [kernel.function_name for kernel in launched]
+        options.clear()
+        gc.collect()
+        assert held() is None
 
 
 def test_one_in_another_is_fused_with_it(queue: cl.CommandQueue) -> None:
