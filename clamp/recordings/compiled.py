@@ -330,6 +330,7 @@ def _inputs_of(traced: Any, inputs: Sequence[TraceNode]) -> list[int] | None:
     while left:
         op = left.pop()
         if id(op) not in known:
+            op.name = f"node_{len(known)}"  # netcl's, by its id, makes another source each time: none is found on disk
             known[id(op)] = op
             if not (op.op_name == "input" or _is_fusible(op)):
                 return None

@@ -14,6 +14,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.runtime.cache import cacher
 
 from clamp import amp, recordings
 from clamp.bridge import Node, Parameter, Tensor
@@ -117,6 +118,23 @@ def test_what_is_fused_is_one_launch(queue: cl.CommandQueue, launched: list[cl.K
             launched.clear()
             compiled(*nodes)
             assert [kernel.function_name for kernel in launched] == ["fused_forward"], name
+
+
+def test_its_source_is_that_of_every_process(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """netcl finds built programs on disk by their source."""
+    sources: list[str] = []
+    build = cacher.get_program
+
+    def get_program(context: cl.Context, source: str, *args: Any) -> Any:
+        sources.append(source)
+        return build(context, source, *args)
+
+    monkeypatch.setattr(cacher, "get_program", get_program)
+    a = ag.tensor(to_device(queue, A))
+    with amp.init(dtype="float32"):
+        for _ in range(2):
+            ag.jit_compile(FUSED["chain"][0])(a, a)
+    assert sources[:2] == sources[2:]
 
 
 def test_threads_have_kernels_of_their_own(queue: cl.CommandQueue, launched: list[cl.Kernel]) -> None:
