@@ -244,7 +244,7 @@ def test_a_with_that_is_under_way_is_not_taken_for_left(queue: cl.CommandQueue, 
     np.testing.assert_array_equal(out.to_host(), layer(bridge.Node(value=to_device(queue, 2 * X))).value.to_host())
 
 
-def test_one_that_was_taken_for_left_says_so_at_its_end(queue: cl.CommandQueue) -> None:
+def test_one_that_was_given_up_says_so_at_its_end(queue: cl.CommandQueue) -> None:
     layer, x = Linear(queue, 6, 5), to_device(queue, X)
     made = CompiledGraph([])
 
@@ -253,7 +253,7 @@ def test_one_that_was_taken_for_left_says_so_at_its_end(queue: cl.CommandQueue) 
 
     enter()
     _compiled_in(CompiledGraph([]), layer, x)
-    with pytest.raises(RuntimeError, match="dropped where another began"):
+    with pytest.raises(RuntimeError, match="given up before its end"):
         made.__exit__(None, None, None)
     assert capture.is_free()
 
