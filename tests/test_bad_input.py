@@ -46,7 +46,7 @@ def test_the_optimizer(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
     for optimizer, message in (
         (SimpleNamespace(step=lambda: None), "no `params`"),
-        (SimpleNamespace(params=[1.0], step=lambda: None), r"params\[0\] is a float"),
+        (SimpleNamespace(params=[1.0], step=lambda: None), r"params\[0\] is of type float"),
         (SimpleNamespace(params=model.parameters()), r"no method step"),
     ):
         with pytest.raises(TypeError, match=message), handle.scale_loss(loss_of(model, data), optimizer):
@@ -173,8 +173,8 @@ def _refusals() -> list[Any]:
         ("permute", ((2, 3), [0, 0]), ValueError, "^permute: dims must be a permutation"),
         ("permute", ((2, 3), None), TypeError, "^permute: dims is None; pass a tuple"),
         ("permute", ((2, 3), [1.5, 0]), ValueError, r"^permute: an axis of dims \(1.5, 0\) is 1.5"),
-        ("cat", ((2, 3),), TypeError, "^cat: tensors is a Node; pass a list"),
-        ("stack", (None,), TypeError, "^stack: tensors is a NoneType; pass a list"),
+        ("cat", ((2, 3),), TypeError, "^cat: tensors is of type Node; pass a list"),
+        ("stack", (None,), TypeError, "^stack: tensors is of type NoneType; pass a list"),
         ("dropout", ((3,), 0.5, 1.5), ValueError, "^dropout: seed is 1.5"),
         ("masked_fill", ((2, 3), (3,), None), TypeError, "^masked_fill: fill is None"),
         ("conv2d", ((1, 1, 4, 4), (1, 1, 3, 3), None, 1, 0, None, 1, None), TypeError, "^conv2d: groups is None"),

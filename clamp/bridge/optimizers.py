@@ -69,7 +69,7 @@ def optimizer_parameters(optimizer: Any) -> list[Tensor]:
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
             raise TypeError(
-                f"{type(optimizer).__name__}.params[{index}] is a {type(param).__name__}, not a netcl Tensor"
+                f"{type(optimizer).__name__}.params[{index}] is of type {type(param).__name__}, not a netcl Tensor"
             )
     return params
 

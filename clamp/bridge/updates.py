@@ -74,7 +74,7 @@ def require_readable_gradient(optimizer: Any, param: Tensor) -> None:
     """
     grad, name = param.grad, f"{type(optimizer).__name__}.step()"
     if not isinstance(grad, Tensor):
-        raise TypeError(f"{name}: a gradient is a {type(grad).__name__}: set param.grad to a netcl Tensor")
+        raise TypeError(f"{name}: a gradient is of type {type(grad).__name__}: set param.grad to a netcl Tensor")
     if param.backend != "cl":
         if param.array is None or grad.array is None:
             raise ValueError(f"{name}: a parameter on netcl's numpy backend, or its gradient, has no array")

@@ -215,8 +215,8 @@ class Encoder:
             ]
             return {"dict": pairs}
         raise TypeError(
-            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, numpy "
-            "arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
+            f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold: pass numbers, texts, None, "
+            "numpy arrays, or dicts, lists and tuples of these (of an object, vars(x) or its state_dict())"
         )
 
 

@@ -392,7 +392,7 @@ def _require_input(x: Any) -> None:
         for item in x:
             _require_input(item)
     elif not isinstance(x, Hashable):
-        raise TypeError(f"a Graph takes tensors and constants, not a {type(x).__name__}: pass its tensors one by one")
+        raise TypeError(f"a Graph takes tensors and constants, got {type(x).__name__}: pass its tensors one by one")
 
 
 def _backward_is(run: Callable[..., None]) -> AbstractContextManager[None]:

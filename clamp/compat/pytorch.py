@@ -42,7 +42,7 @@ class GradScaler(FaceScaler):
         growth_factor: above 1: the scale grows by it after ``growth_interval`` updates without inf or nan.
         backoff_factor: between 0 and 1: the scale is multiplied by it at an update after inf or nan.
         growth_interval: at least 1.
-        enabled: False: every method passes through, and the other arguments may be anything.
+        enabled: False: every method passes through, and the other arguments may be anything but a device.
         device: refused; every queue gets a scale.
 
     Raises:

@@ -175,7 +175,7 @@ def compare_accuracy(*args: Any, **kwargs: Any) -> Accuracy | None:
         return None
     if len(args) > 2:  # model and batch
         raise TypeError(
-            f"compare_accuracy takes the folders of two runs, got a {type(args[0]).__name__}; or a model and a batch, "
+            f"compare_accuracy takes the folders of two runs, got {type(args[0]).__name__}; or a model and a batch, "
             "and all else by name"
         )
     return compare_step(*args, **kwargs)

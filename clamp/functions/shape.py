@@ -173,7 +173,7 @@ def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | 
 
 def _listed(name: str, tensors: Any) -> list[Any]:
     if not isinstance(tensors, Iterable):
-        raise TypeError(f"{name}: tensors is a {type(tensors).__name__}; pass a list of nodes or tensors")
+        raise TypeError(f"{name}: tensors is of type {type(tensors).__name__}; pass a list of nodes or tensors")
     return list(tensors)
 
 

@@ -174,7 +174,7 @@ def tape_backward(
 def _require_node(loss: Any) -> None:
     if not isinstance(loss, Node):
         raise TypeError(
-            f"backward runs from the node of a loss, not from a {type(loss).__name__}: what is computed under no_grad, "
+            f"backward runs from the node of a loss, got {type(loss).__name__}: what is computed under no_grad, "
             "or from bare tensors, has no graph. Begin the forward with nodes, ag.tensor(x)"
         )
 
@@ -183,7 +183,7 @@ def _seed(loss: Node, grad: Any) -> Tensor:
     """The gradient that backward begins with, in the loss's shape; one element is one element in any."""
     if not isinstance(grad, Tensor):
         raise TypeError(
-            f"backward begins with a gradient that is a tensor, not with a {type(grad).__name__}: pass "
+            f"backward begins with a gradient that is a tensor, got {type(grad).__name__}: pass "
             "Tensor.from_host(queue, array), and of a node its .value"
         )
     shape = tuple(loss.value.shape)

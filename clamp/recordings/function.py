@@ -80,7 +80,7 @@ class RecordedFunction:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise TypeError(f"amp.record takes a function, not a {type(function).__name__}")
+            raise TypeError(f"amp.record takes a function, got {type(function).__name__}")
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._code = f"{self._name}()"
         self._variants = Variants(self._name, self._code)

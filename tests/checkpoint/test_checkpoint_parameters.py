@@ -338,7 +338,7 @@ def test_numbers_of_ones_own_by_parameter_follow_the_names(queue: cl.CommandQueu
     amp.load_checkpoint(file, model, other)
     assert other.rates == {id(param): 0.1 * index for index, param in enumerate(model.parameters()) if index}
     optimizer.rates[id(optimizer.params[0])] = queue
-    with pytest.raises(TypeError, match=r"Rated\.rates is a CommandQueue"):
+    with pytest.raises(TypeError, match=r"Rated\.rates is of type CommandQueue"):
         amp.save_checkpoint(file, model, optimizer)
 
 

@@ -253,6 +253,6 @@ def test_what_could_not_be_read_back_is_not_saved(queue: cl.CommandQueue, tmp_pa
     before = file.read_bytes()
     with pytest.raises(TypeError, match="contains itself"):
         amp.save_checkpoint(file, model, own=own)
-    with pytest.raises(TypeError, match="mask is a MaskedArray"):
+    with pytest.raises(TypeError, match="mask is of type MaskedArray"):
         amp.save_checkpoint(file, model, mask=np.ma.masked_array([1, 2], [True, False]))
     assert file.read_bytes() == before

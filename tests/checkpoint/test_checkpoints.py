@@ -335,7 +335,7 @@ def test_what_does_not_fit_is_refused_with_the_state_untouched(run: Any, queue: 
 def test_a_save_that_fails_leaves_the_old_file(run: Any) -> None:
     file, model, optimizer = run
     before = file.read_bytes()
-    with pytest.raises(TypeError, match=r"note is a .*Path.*numbers, texts"):
+    with pytest.raises(TypeError, match=r"note is of type .*Path.*numbers, texts"):
         amp.save_checkpoint(file, model, optimizer, note=Path("x"))
     assert file.read_bytes() == before
     full = file.parent / "full"

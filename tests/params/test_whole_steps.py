@@ -268,7 +268,7 @@ def test_a_gradient_of_16_bits_is_read_as_what_it_is(queue: cl.CommandQueue, nam
         (np.zeros(3, np.int32), TypeError, "is int32"),
         (np.zeros(3, np.float64), TypeError, "is float64"),
         (np.zeros(2, np.float32), ValueError, "another number of elements"),
-        (None, TypeError, "a gradient is a list"),
+        (None, TypeError, "a gradient is of type list"),
     ],
 )
 def test_a_gradient_that_no_step_can_read_is_refused_before_any_parameter_moves(
