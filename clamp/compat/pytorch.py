@@ -244,8 +244,9 @@ def checkpoint(
 
     Raises:
         TypeError: ``function`` is none that runs when it is called.
-        RuntimeError: in backward, it returns other shapes or dtypes than before, draws more random numbers or reads
-            other parameters, or a parameter has been written to meanwhile. Other differences go unnoticed.
+        RuntimeError: in backward, it returns other shapes or dtypes than before, computes other ops, draws more random
+            numbers or reads other parameters, or a parameter has been written to meanwhile. Other differences, such as
+            another constant, go unnoticed.
     """
     if not callable(function) or runs_later(function):
         raise TypeError(

@@ -13,8 +13,9 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,7 @@ class Segment:
         outs = _computed(result, nodes) if self._ends else []
         self.in_half = any(bridge.STORAGE.get(node.value.dtype) == "f16" for node in nodes)
         self._kinds = [_kind(node) for node in outs]
+        self._ops = _ops_behind(outs, nodes)
         self._grads: dict[int, Tensor] = {}
         made = {id(out): node for out, node in zip(outs, self._nodes(outs), strict=True)}
         self.result = mapped(result, lambda x: made.get(id(x), x)) if made else result
@@ -234,11 +236,15 @@ class Segment:
         with self._as_it_was():
             result, nodes = self._run(is_again=True)
         outs = _computed(result, nodes)
+        ops = _ops_behind(outs, nodes)
         ends = _ends(nodes)
         if [_kind(out) for out in outs] != self._kinds:
             _differs(f"returns {_listed(map(_kind, outs))} in place of {_listed(self._kinds)}")
         if not ends.keys() <= self._ends.keys():
             _differs("reads other tensors that need a gradient")
+        if ops != self._ops:
+            there, here = next(x for x in zip_longest(self._ops, ops, fillvalue="nothing") if x[0] != x[1])
+            _differs(f"computes {here} in place of {there}")
         delivery.narrow_for_others(nodes)
         late = [weakref.ref(node.value) for node in nodes if isinstance(node.value, bridge.Late)]
         run = bridge.gradients_between(outs, list(ends.values()), nodes)
@@ -274,6 +280,21 @@ class Segment:
                     "run backward before optimizer.step(), and before the tensor of a batch gets the next one, or call "
                     "the function without amp.checkpoint"
                 )
+
+
+def _ops_behind(outs: Iterable[Node], nodes: Sequence[Node]) -> list[str]:
+    """Returns the names of the ops through which results pass gradients on, the last first. What a function computes
+    besides, a table at its first call or a number to print, may differ from run to run.
+
+    Args:
+        nodes: those that were recorded, in order.
+    """
+    behind, found = set(map(id, outs)), list[str]()
+    for node in reversed(nodes):
+        if id(node) in behind and bridge.needs_grad(node):
+            behind.update(map(id, node.parents))
+            found.append(str(node.op_name))
+    return found
 
 
 def _ends(nodes: list[Node]) -> dict[Hashable, Node]:
