@@ -15,7 +15,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.ops import cast as cast_module
 from clamp.ops import elementwise as elementwise_module
-from clamp.ops import launch, loss, loss_elementwise, multi_tensor, norm_rows, reduce, softmax
+from clamp.ops import launch, loss, loss_elementwise, multi_tensor, norm_rows, reduce, slots, softmax
 from clamp.ops.cast import cast
 from clamp.ops.elementwise import elementwise
 from tests.ops.test_matrix_units_ptx import Tools, compiled, output_of, tools
@@ -35,9 +35,10 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Both:
     """Compares what a function computes in one way and in the other, the signs of zeros too."""
 
     def values(compute: Callable[[], Tensor], pieces: int) -> npt.NDArray[Any]:
-        for module in (cast_module, elementwise_module, launch, loss_elementwise, multi_tensor, reduce):
+        for module in (cast_module, elementwise_module, launch, loss_elementwise, reduce, slots):
             monkeypatch.setattr(module, "pieces_for", lambda queue: pieces)
-        elementwise_module._plans.known.clear()  # which are kept by shapes and types
+        for module in (elementwise_module, multi_tensor):
+            module._plans.known.clear()  # which are kept by shapes and types
         return to_numpy(compute())
 
     def compare(compute: Callable[[], Tensor]) -> None:

@@ -496,15 +496,17 @@ def test_a_training_with_params_and_a_step_is_no_optimizer(
             self.run.optimizer.step()
             return loss
 
-    def make(run: Run) -> Step:
+    def prepare(run: Run) -> None:
         training = Training(run)
         trainings.append((training, training.params, [*training.params]))
-        return lambda x, y: training.step(x, y)
+
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        return trainings[-1][0].step(x, y)
 
     def between(run: Run, index: int) -> None:
         trainings[-1][0].factor = 1.0 if index < 5 else 0.5
 
-    compare(queue, make, recordings=2, between=between)
+    compare(queue, step, recordings=2, between=between, prepare=prepare)
     for training, held, items in trainings:
         assert training.params is held
         assert all(one is other for one, other in zip(held, items, strict=True))
