@@ -452,6 +452,22 @@ def test_threads_compute_side_by_side(queue: cl.CommandQueue) -> None:
             np.testing.assert_array_equal(difference, 0)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_are_added_by_no_kernel_that_threads_share(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """netcl has one for all threads, and would launch it in one with the arguments of another."""
+    weight, x = Parameter.from_host(queue, np.ones((4, 4), np.float32)), to_device(queue, np.ones((2, 4)))
+    scaler = amp.GradScaler(init_scale=2.0)
+    with amp.init(dtype=dtype):
+        monkeypatch.setattr("netcl.ops.elementwise._get_binary_kernel", lambda *_: pytest.fail("netcl's"))
+        for _ in range(2):
+            y = ag.matmul_op(ag.tensor(x), ag.tensor(weight))
+            z = ag.add(y, ag.matmul_op(y, ag.tensor(weight)))
+            scaler.scale(ag.sum(z)).backward()
+    np.testing.assert_array_equal(weight.grad.to_host(), 2.0 * 2 * np.full((4, 4), 2 + 8 + 8.0))
+
+
 def test_plain_tensors_that_netcl_trains_are_trained(queue: cl.CommandQueue) -> None:
     weight = to_device(queue, np.ones((4, 2)))
     assert not weight.requires_grad

@@ -14,7 +14,6 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing
-from clamp.opencl.device import capabilities
 from clamp.ops.elementwise import elementwise
 from clamp.params.penalties import note_result
 
@@ -74,14 +73,11 @@ def _backward(run: Callable[..., None], loss: Node, grad: Tensor | None) -> None
 
 
 def _add(add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-    # netcl has no sum in place of 16-bit gradients that builds everywhere, and launches its own in groups of 256.
-    is_half = first.dtype in bridge.HALF_DTYPES or second.dtype in bridge.HALF_DTYPES
-    if is_half or (bridge.is_floating(first) and capabilities(first.queue).max_work_group < _NETCLS_GROUP):
+    # netcl has no sum in place of 16-bit gradients that builds everywhere, and one kernel for all threads, of which one
+    # would launch it with the arguments of another; and it launches groups of 256, which some devices do not have.
+    if bridge.is_floating(first) and bridge.is_floating(second) and first.shape == second.shape:
         return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
     return add(first, second)
-
-
-_NETCLS_GROUP = 256  # work-items
 
 
 def _nothing(*_: object) -> None:

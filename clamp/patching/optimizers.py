@@ -5,6 +5,7 @@ What netcl's own functions do not know of masters is met here, too.
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from collections.abc import Iterable, Mapping
@@ -164,6 +165,9 @@ def master_param(wrapped: Any, instance: None, /, param: Tensor) -> Tensor:
     return wrapped(param)
 
 
+_averaging = threading.RLock()
+
+
 @meets("netcl.optim.ema.ModelEMA.update")
 def update_average(wrapped: Any, instance: Any, /) -> Any:
     """netcl's running average of parameters, whose decay depends on how often it was updated: each replay does that."""
@@ -185,13 +189,14 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
 )
 def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters. (Most
-    would copy four bytes for each element, whatever its dtype.)"""
+    would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel for averages is
+    one for all of them, which one would launch with the arguments of another."""
     params: list[Tensor] = []
     for x in (*args, *kwargs.values()):
         params += [x] if isinstance(x, Tensor) else x.parameters() if hasattr(x, "parameters") else []
     for name in ("_params", "_online_params", "_target_params"):
         params += getattr(instance, name, ())
-    with masters.showing_masters(params, load=True):
+    with _averaging, masters.showing_masters(params, load=True):
         return wrapped(*args, **kwargs)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -463,6 +465,23 @@ def test_clipping_keeps_the_masters_precision(queue: cl.CommandQueue) -> None:
         optimizer.step()
     values = amp.master_params(optimizer)[0].to_host()
     assert ((values < 1) & (values > 1 - 2e-6)).all(), "updates far below an ulp of float16 add up"
+
+
+def test_moving_averages_of_two_threads_take_turns(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """netcl has one kernel for both, and would launch it in one with the arguments of the other."""
+    at_once, met = threading.Barrier(2), []
+
+    def launched(*args: Any, **kwargs: Any) -> Tensor:
+        with suppress(threading.BrokenBarrierError):  # nobody else has come
+            met.append(at_once.wait(0.1))
+        return elementwise_binary(*args, **kwargs)
+
+    with amp.init():
+        averages = [ModelEMA(mlp(queue, 4, 4), decay=0.5) for _ in range(2)]
+        monkeypatch.setattr("netcl.optim.ema.elementwise_binary", launched)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(ModelEMA.update, averages))
+    assert met == []
 
 
 @pytest.mark.parametrize("dtype", HALF)
