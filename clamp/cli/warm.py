@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -75,8 +76,15 @@ def run(args: Namespace) -> int:
             jobs = jobs_on(device, args.model)
         print(f"{describe(device)}: compiling for {', '.join(map(str, jobs))}")
         began = perf_counter()
+        under_way = set[subprocess.Popen[str]]()
         with ThreadPoolExecutor(os.cpu_count()) as pool, PROGRESS.busy(f"compiling for {len(jobs)} networks"):
-            outcomes = list(pool.map(lambda job: _in_child(job, environment), jobs))
+            try:
+                outcomes = list(pool.map(lambda job: _in_child(job, environment, under_way), jobs))
+            except BaseException:  # a signal that this process alone gets; the others would go on for minutes
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in under_way.copy():
+                    process.terminate()
+                raise
     for job, (_, failure) in zip(jobs, outcomes, strict=True):
         if failure:
             print(f"{job}: {failure}", file=sys.stderr)
@@ -114,10 +122,10 @@ def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
         yield {**environment, "CLAMP_CACHE_DIR": f"{folder}/clamp", "POCL_CACHE_DIR": f"{folder}/pocl"}
 
 
-def _in_child(job: Job, environment: dict[str, str]) -> tuple[list[Cost], str]:
+def _in_child(job: Job, environment: dict[str, str], under_way: set[subprocess.Popen[str]]) -> tuple[list[Cost], str]:
     """Returns what a process has compiled, and what went wrong."""
     command = cache_writer.command(__name__, "compile_given", [job.model, job.dtype, job.place])
-    printed, failure = cache_writer.outcome(command, environment)
+    printed, failure = cache_writer.outcome(command, environment, under_way)
     return [Cost(**json.loads(line)) for line in printed if line.startswith("{")], failure
 
 

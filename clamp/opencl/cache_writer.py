@@ -62,11 +62,26 @@ def begin(module: str, function: str, argument: object, stdout: int = subprocess
     return None
 
 
-def outcome(command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], str]:
-    """Runs a process to its end: the lines that it printed; and if it failed, the last line of what it said of that."""
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    said = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode}"]
-    return ended.stdout.splitlines(), said[-1] if ended.returncode else ""
+def outcome(
+    command: Sequence[str], environment: Mapping[str, str], under_way: set[subprocess.Popen[str]] | None = None
+) -> tuple[list[str], str]:
+    """Runs a process to its end: the lines that it printed; and if it failed, the last line of what it said of that.
+
+    Args:
+        under_way: has it while it runs, for who ends what other threads have begun.
+    """
+    under_way, pipe = set() if under_way is None else under_way, subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            under_way.add(process)
+            printed, error = process.communicate()
+        except BaseException:  # Ctrl-C, say
+            process.kill()
+            raise
+        finally:
+            under_way.discard(process)
+    said = error.strip().splitlines() or [f"ended with status {process.returncode}"]
+    return printed.splitlines(), said[-1] if process.returncode else ""
 
 
 def place_of(device: cl.Device) -> Place:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pyopencl as cl
@@ -102,6 +106,22 @@ def test_a_script_that_makes_no_step_has_its_programs_compiled(device: str, tmp_
     script.write_text(INFERENCE.format(device=device))
     assert main(["warm", "--device", device, "--model", str(script)]) == 0
     assert list((tmp_path / "kept").glob("*.program"))
+
+
+def test_what_it_has_begun_ends_with_it(device: str, tmp_path: Path) -> None:
+    script, began = tmp_path / "endless.py", tmp_path / "began"
+    os.mkfifo(began)
+    script.write_text(f"import time\nopen({str(began)!r}, 'w').close()\ntime.sleep(600)")
+    command = [sys.executable, "-m", "clamp", "warm", "--device", device, "--model", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            began.read_text()  # waits
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=100)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, error.split()[-1]) == (130, "interrupted")
 
 
 @pytest.mark.parametrize("folder", ["off", "file/programs"])
