@@ -402,6 +402,9 @@ def test_a_gradient_that_does_not_belong_to_the_result_is_refused(queue: cl.Comm
         for grad in (np.ones((3, 1)), 1.0, x):
             with pytest.raises(TypeError, match=r"^backward begins with a gradient that is a tensor, .* its \.value"):
                 out.backward(grad)
+        elsewhere = to_device(cl.CommandQueue(queue.context, queue.device), np.ones(out.value.shape))
+        with pytest.raises(ValueError, match=r"^backward: the tensors are on different queues"):
+            out.backward(elsewhere)
         assert x.grad is None
         loss = ag.sum(x)
         loss.backward(to_device(queue, [[4.0]]))

@@ -180,7 +180,7 @@ def _require_node(loss: Any) -> None:
 
 
 def _seed(loss: Node, grad: Any) -> Tensor:
-    """The gradient that backward begins with, in the loss's shape; one element is one element in any."""
+    """The gradient that backward begins with, on the loss's queue, in its shape; one element is one element in any."""
     if not isinstance(grad, Tensor):
         raise TypeError(
             f"backward begins with a gradient that is a tensor, got {type(grad).__name__}: pass "
@@ -189,6 +189,8 @@ def _seed(loss: Node, grad: Any) -> Tensor:
     shape = tuple(loss.value.shape)
     if tuple(grad.shape) != shape and not grad.size == loss.value.size == 1:
         raise ValueError(f"backward: a gradient of shape {tuple(grad.shape)} for a result of shape {shape}")
+    if bridge.on_device(loss.value):
+        bridge.require_same_queue("backward", loss.value, grad)
     return grad if tuple(grad.shape) == shape else bridge.view(grad, shape)
 
 
