@@ -189,7 +189,7 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
 )
 def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters. (Most
-    would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel for averages is
+    would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel of averages is
     one for all of them, which one would launch with the arguments of another."""
     params: list[Tensor] = []
     for x in (*args, *kwargs.values()):
