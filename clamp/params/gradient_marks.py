@@ -340,19 +340,29 @@ def on_gradients(tensors: Iterable[Any], run: Callable[[], Any]) -> Callable[[],
     return call
 
 
-def require_unscaled(params: Iterable[Any], call: str, remedy: str) -> None:
-    """Raises RuntimeError where a parameter's gradient is still multiplied by a loss scale.
+def require_ready(params: Iterable[Any], call: str, remedy: str) -> None:
+    """Raises where a parameter's gradient must not be read yet, or not here.
 
     Args:
         call: what must not see such gradients, for the message.
-        remedy: what to do first, for the message.
+        remedy: what to do where one is scaled, for the message.
+
+    Raises:
+        RuntimeError: it is still multiplied by a loss scale.
+        ValueError: a user has put one there that is on another queue, whose launches nobody here waits for.
     """
     for index, param in enumerate(params):
         model = bridge.model_parameter(param)
         for tensor in (param,) if model is param else (param, model):
-            mark: Mark | None = getattr(getattr(tensor, "grad", None), "_loss_scaling", None)
+            grad = getattr(tensor, "grad", None)
+            if grad is None:
+                continue
+            mark: Mark | None = getattr(grad, "_loss_scaling", None)
             if mark is not None and mark.scale is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"
                 )
+            queue = getattr(grad, "queue", None)
+            if queue is not None and queue is not tensor.queue and bridge.on_device(tensor):
+                bridge.require_same_queue(f"{call}, parameter {index} and its gradient", tensor, grad)

@@ -252,7 +252,7 @@ def gathered(optimizer: Any, found: list[Pair] | None = None) -> list[Pair]:
     """Gives masters the gradients for their optimizer's ``step``. Returns what ``split`` does, which is taken from
     ``found`` if it was asked already."""
     found = split(optimizer) if found is None else found
-    gradient_marks.require_unscaled(
+    gradient_marks.require_ready(
         getattr(optimizer, "params", ()),
         f"{type(optimizer).__name__}.step()",
         "leave `with handle.scale_loss(...)` first, or call scaler.step(optimizer). A parameter that another "

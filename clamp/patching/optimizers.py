@@ -213,7 +213,7 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
     params = list({id(param): param for param in params}.values())
     if Installed.now:
         host_step(settle_late)
-        gradient_marks.require_unscaled(
+        gradient_marks.require_ready(
             params,
             f"{wrapped.__name__}()",
             "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "

@@ -249,7 +249,7 @@ class ManualScaling:
     def _check_again(self, round_: _Round) -> None:
         """Gradients that were unscaled earlier: the user may have put inf or nan into them meanwhile."""
         params = bridge.optimizer_parameters(round_.optimizer)
-        gradient_marks.require_unscaled(
+        gradient_marks.require_ready(
             params, "step()", "a backward has added to them since unscale_(); run every backward before it."
         )
         for master, model in masters.split(round_.optimizer):

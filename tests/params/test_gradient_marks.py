@@ -786,3 +786,21 @@ def test_a_replay_multiplies_by_the_scale_of_the_day(queue: cl.CommandQueue) -> 
     found = gradient_marks.scale_of(grad)
     assert found is not None
     np.testing.assert_array_equal(found.multiply(to_device(queue, np.ones(2)), "float32").to_host(), 16.0)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_gradient_of_another_queue_is_refused(queue: cl.CommandQueue, kind: type) -> None:
+    param = Parameter.from_host(queue, np.ones((2, 2), np.float32))
+    optimizer, other = kind([param], lr=1.0), cl.CommandQueue(queue.context, queue.device)
+    with amp.init():
+        param.grad = to_device(other, np.ones((2, 2)))
+        with pytest.raises(
+            ValueError, match=rf"^{kind.__name__}\.step\(\), parameter 0 and its gradient: .*different queues"
+        ):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"^clip_grad_norm\(\), parameter 0 and its gradient: .*different queues"):
+            clip.clip_grad_norm([param], 1.0)
+        np.testing.assert_array_equal(param.to_host(), np.ones((2, 2)))
+        param.grad = to_device(queue, np.ones((2, 2)))
+        optimizer.step()
+        assert not (param.to_host() == 1).any()
