@@ -96,7 +96,7 @@ def assemble(queue: cl.CommandQueue, shape: Sequence[int], axis: int, parts: Ite
 
 
 def result_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, out: Tensor | None) -> Tensor:
-    """``out``, or a new tensor if there is none; ValueError if it has another shape or dtype."""
+    """``out``, or a new tensor if there is none; ValueError if its shape, dtype or queue is another."""
     if out is None:
         return bridge.empty(queue, shape, dtype)
     if tuple(out.shape) != tuple(shape) or bridge.canonical_dtype(out.dtype) != bridge.canonical_dtype(dtype):
@@ -104,6 +104,8 @@ def result_tensor(queue: cl.CommandQueue, shape: Sequence[int], dtype: str, out:
             f"output tensor shape/dtype mismatch: out is {tuple(out.shape)} {out.dtype}, "
             f"the result {tuple(shape)} {dtype}"
         )
+    if out.queue != queue:
+        raise ValueError("out is on another queue than the inputs, whose launches it would not wait for")
     return out
 
 

@@ -181,6 +181,9 @@ def test_tensor_level_functions(queue: cl.CommandQueue, handle: amp.AmpHandle) -
     small = to_device(queue, np.zeros((4, 2, 5)), "float16")
     assert tensor_ops.narrow(x, 1, -2, 2, out=small) is small
     np.testing.assert_array_equal(to_numpy(small), to_numpy(x)[:, 4:])
+    elsewhere = Tensor.from_shape(cl.CommandQueue(queue.context, queue.device), small.shape, dtype=small.dtype)
+    with pytest.raises(ValueError, match="out is on another queue than the inputs"):
+        tensor_ops.narrow(x, 1, -2, 2, out=elsewhere)
     with pytest.raises(ValueError, match="output tensor shape/dtype mismatch"):
         tensor_ops.narrow(y, 1, 0, 2, out=small)
     assert tensor_ops.write_into(x, to_device(queue, np.ones((4, 1, 5))), 1, 2) is x
