@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -283,7 +284,8 @@ def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
 # ---------------------------------------------------------------------------------------------- divergence
 
 
-_LOSS = 100.0  # times its least: so much more is no noise of a batch
+_LOSS, _USUAL = 100.0, 4.0  # times its least, and times its median: losses of few easy batches are far below others
+_MOVED = 1.5  # times what the weights were at first: a loss that has grown without them is that of its batch
 _WEIGHTS, _LOSS_WITH_THEM = 8.0, 2.0  # times what the weights were at first, where the loss has grown, too
 _LOSSES = 3  # and more show whether it has
 _LARGE = 100.0  # a weight of which nobody knows what it was at first
@@ -299,13 +301,13 @@ class Past:
         losses: by steps, where they were noted.
         largest: the largest magnitude of each weight at its first step, by the id of its tensor.
         optimizers: those that are known.
-        steps: how many were done.
+        steps: how many were done; None if that is not known.
     """
 
     losses: Mapping[int, float] = field(default_factory=dict)
     largest: Mapping[int, float] = field(default_factory=dict)
     optimizers: Sequence[object] = ()
-    steps: int = 0
+    steps: int | None = None
 
 
 def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
@@ -319,10 +321,14 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
     least = min(losses, key=lambda one: one[1], default=(0, 0.0))
     times = losses[-1][1] / least[1] if positive else 1.0
     grown, now, then = _most_grown(trace, past.largest)
-    is_large = not losses and then is None and now >= _LARGE
+    optimizer = _optimizer_of(grown, past.optimizers) if grown is not None else None
+    rate = float(getattr(optimizer, "lr", None) or 0.0)
+    is_large = not losses and then is None and now >= _LARGE and now <= 2 * _farthest(trace, optimizer, rate, past)
     loss_is_known = positive and len(losses) >= _LOSSES
     grew = then is not None and now >= _WEIGHTS * then and (not loss_is_known or times >= _LOSS_WITH_THEM)
-    if not (times >= _LOSS or grew or is_large) or grown is None:
+    is_usual = not positive or losses[-1][1] < _USUAL * median(loss for _, loss in losses)
+    loss_grew = times >= _LOSS and not is_usual and (then is None or now >= _MOVED * then)
+    if not (loss_grew or grew or is_large) or grown is None:
         return None
     parts = []
     if times >= _LOSS_WITH_THEM:
@@ -333,8 +339,6 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
         parts.append(f"the numbers of {grown.name or 'a weight'} from up to {then:.3g} to up to {now:.3g}")
     elif is_large:
         parts.append(f"the numbers of {grown.name or 'a weight'} are up to {now:.3g}")
-    optimizer = _optimizer_of(grown, past.optimizers)
-    rate = float(getattr(optimizer, "lr", None) or 0.0)
     named = f"the learning rate, {rate:.6g}, is too high" if rate else "the learning rate is too high"
     why = f"The run diverges, in float32 as well, because {named}: {' and '.join(parts)}."
     if not rate:
@@ -343,10 +347,23 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
         lower = min(rate / 10, 0.01 * then if then else _ADAMS)
     else:
         of_losses = [math.sqrt(b / a) for a, b in pairwise(loss for _, loss in losses)] if positive else []
-        of_weights = [(now / then) ** (1 / max(past.steps, 1))] if then else []
+        of_weights = [(now / then) ** (1 / max(past.steps or 0, 1))] if then else []
         lower = rate / max(10.0, 1 + max([*of_losses, *of_weights]) if of_losses or of_weights else 10.0)
     lower = _rounded(lower)
     return why, f"optimizer.lr = {lower:.6g}  # it is {rate:.6g}; from weights of before it diverged"
+
+
+def _farthest(trace: StepGraph, optimizer: object | None, rate: float, past: Past) -> float:
+    """How far the steps that were done can have moved a number at this rate; infinite where that is not known.
+
+    Adam and its kin move one by a few times the rate; others by it times a gradient, which float16 bounds.
+    """
+    if not past.steps:
+        return math.inf if past.steps is None else 0.0
+    if hasattr(optimizer, "eps"):
+        return 10.0 * rate * past.steps
+    is_bounded = rate and any(value.dtype == "float16" for value in trace.values)
+    return _NUMBERS["float16"]["large"] * rate * past.steps if is_bounded else math.inf
 
 
 def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value | None, float, float | None]:

@@ -193,6 +193,46 @@ def test_a_rate_that_is_too_high_is_blamed_for_what_grew(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("SGD", 1e-9), ("Adam", 1e-2)])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_rate_is_not_blamed_for_weights_that_were_large(
+    queue: cl.CommandQueue, optimizer: str, rate: float, steps: int
+) -> None:
+    """As T5's are, and boxes in pixels: so few steps at such a rate cannot have made them."""
+    model, data, chosen = losing(queue, optimizer, rate)
+    handle = amp.init(loss_scale=8.0)
+    for _ in range(steps):
+        one_step(handle, model, data, chosen)
+    weight = model.layers[0].weight
+    weight.write(3e4 * np.sign(weight.to_host()))
+    found: Explanation = handle.explain(lambda: one_step(handle, model, data, chosen))
+    assert found.kind != "diverged", found
+    assert "learning rate" not in f"{found.why} {found.cure}"
+    assert "65504, the largest number of float16" in found.why
+
+
+@pytest.mark.parametrize("debug", [("attribution", "summary"), "summary"])
+@pytest.mark.parametrize("factors", [(1e-4, 1.0, 1e-4, 1.0, 1.0), (1.0, 1.0, 1e-5, 1.0, 1.0)], ids=["noisy", "one"])
+def test_a_rate_is_not_blamed_for_losses_of_easy_batches(
+    queue: cl.CommandQueue, factors: tuple[float, ...], debug: Any
+) -> None:
+    """A loss far above the least of all is that of its batch, where most are like it, or no weight has grown."""
+    model, data, optimizer = losing(queue, "SGD", 1e-6)
+    handle = amp.init(debug=debug, loss_scale=8.0)
+
+    large = to_device(queue, 1e5 * data[0].to_host()), data[1]
+
+    def step(factor: float, data: Any) -> None:
+        optimize(handle, optimizer, ag.mul(loss_of(model, data), factor))
+
+    for factor in factors:
+        step(factor, data)
+    step(1.0, large)
+    assert not handle.last_step.stepped
+    found: Explanation = handle.explain(None if "attribution" in debug else lambda: step(1.0, large))
+    assert found.kind != "diverged", found
+
+
 # ---------------------------------------------------------------------------------------------- what has no value
 
 WAYS = ("armed", "run again")
