@@ -218,6 +218,7 @@ def _is_large(read: Value) -> bool:
     return read.statistics is not None and read.statistics.largest > 88
 
 
+_FILLED = "it writes the inf that it was given, and of a row of nothing else softmax makes nan"
 _DOMAINS = (
     _Domain(FORWARD, "div", "it divides by 0", "ag.div(x, ag.add(y, {small}))", _has_zeros),
     _Domain(FORWARD, "div", "it divides by 0, or by next to nothing", "ag.div(x, ag.add(y, {small}))"),
@@ -231,6 +232,8 @@ _DOMAINS = (
     _Domain(
         FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))", _is_large
     ),
+    _Domain(FORWARD, "masked_fill", _FILLED, "ag.masked_fill(x, y, -1e9)"),
+    _Domain(FORWARD, "where", _FILLED, "ag.where(x, y, -1e9)"),
 )
 
 
@@ -356,14 +359,15 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
 def _farthest(trace: StepGraph, optimizer: object | None, rate: float, past: Past) -> float:
     """How far the steps that were done can have moved a number at this rate; infinite where that is not known.
 
-    Adam and its kin move one by a few times the rate; others by it times a gradient, which float16 bounds.
+    Adam and its kin move one by a few times the rate; others by it times a gradient: that of a weight is a sum of
+    products of two numbers of float16.
     """
     if not past.steps:
         return math.inf if past.steps is None else 0.0
     if hasattr(optimizer, "eps"):
         return 10.0 * rate * past.steps
     is_bounded = rate and any(value.dtype == "float16" for value in trace.values)
-    return _NUMBERS["float16"]["large"] * rate * past.steps if is_bounded else math.inf
+    return _NUMBERS["float16"]["large"] ** 2 * rate * past.steps if is_bounded else math.inf
 
 
 def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value | None, float, float | None]:

@@ -14,7 +14,7 @@ from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
 from clamp import amp, session
-from clamp.bridge import Node
+from clamp.bridge import Node, Tensor
 from clamp.debug.explain import Explanation
 from clamp.ops.elementwise import elementwise
 from tests.debug.faults import optimize
@@ -246,6 +246,10 @@ def negative(x: Node) -> Node:
     return ag.sub(zeros(x), 1.0)
 
 
+def like(h: Node, number: float) -> Tensor:
+    return to_device(h.value.queue, np.full(h.value.shape, number))
+
+
 #: name -> the op, of x and y; x and y, of what a layer gives; direction and words of the verdict
 CASES: dict[str, tuple[str, Callable[[Node], Node], Callable[[Node], Any], str, str]] = {
     "0 / 0": ("div", zeros, zeros, "forward", "it divides by 0."),
@@ -254,6 +258,8 @@ CASES: dict[str, tuple[str, Callable[[Node], Node], Callable[[Node], Any], str, 
     "slope of a root at 0": ("sqrt", zeros, lambda h: None, "backward", "the slope of a root is infinite at 0"),
     "logarithm of 0": ("log", zeros, lambda h: None, "forward", "numbers up to 0 have no logarithm"),
     "e^100": ("exp", lambda h: ag.add(zeros(h), 100.0), lambda h: None, "forward", "above 88"),
+    "mask": ("masked_fill", lambda h: h, lambda h: (like(h, 1.0), -np.inf), "forward", "it writes the inf that it was"),
+    "branch": ("where", lambda h: ag.tensor(like(h, 0.0)), lambda h: (h, -np.inf), "forward", "it writes the inf that"),
     "power": ("pow", negative, lambda h: 0.5, "forward", "has no such power"),
 }
 
@@ -274,7 +280,8 @@ def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str,
     op, x, y, direction, words = CASES[name]
 
     def called(h: Node) -> Node:
-        return getattr(ag, op)(*[value for value in (x(h), y(h)) if value is not None])
+        others = y(h) if isinstance(y(h), tuple) else (y(h),)
+        return getattr(ag, op)(*[value for value in (x(h), *others) if value is not None])
 
     found = explained(queue, called, dtype, way)
     assert (found.kind, found.first.direction, found.first.function) == (direction, direction, op), found
@@ -285,7 +292,8 @@ def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str,
     code = found.cure.partition("  #")[0]
 
     def cured(h: Node) -> Node:
-        return eval(code, {"ag": ag, "x": x(h), "y": y(h)})  # what the user is told to write
+        other = y(h)[0] if isinstance(y(h), tuple) else y(h)
+        return eval(code, {"ag": ag, "x": x(h), "y": other})  # what the user is told to write
 
     handle = amp.init(dtype=dtype)
     step = Small(queue, cured).step(handle)
