@@ -103,11 +103,18 @@ def explain(
         skipped_for_it = report if report is not None and report.stepped else None
         return Explanation(skipped_for_it, *cause, divided[0], None, _before(trace, divided[0]))
     why, cure = "Every result and every gradient of its ops is finite.", ""
+    absorbed = next((frame for frame in trace.frames if not frame.is_finite), None)
+    if absorbed is not None:  # tanh makes 1 of an inf, softmax 0 of a mask's
+        where = f" at {absorbed.place.short_line}" if absorbed.place.file else ""
+        why = (
+            f"Its loss and the gradients of what is trained are finite. The {absorbed.direction} of "
+            f"{absorbed.function}{where} gives inf or nan, of which nothing has come to them."
+        )
     if report is None or report.stepped:
         return Explanation(report, "finite", why, cure)
     if leaves_finite:
         why = (
-            "This step went well: every result and every gradient is finite, which does not tell why step "
+            "This step went well: its loss and its gradients are finite, which does not tell why step "
             f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained as it happens."
         )
         return Explanation(report, "finite", why, look(init_call(), again=False))

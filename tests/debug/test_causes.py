@@ -94,6 +94,11 @@ def test_true_zeros_have_no_value_in_any_dtype(queue: cl.CommandQueue, case: str
 
 # ---------------------------------------------------------------------------------------------- what divided away
 
+
+def like(h: Node, numbers: Any) -> Tensor:
+    return to_device(h.value.queue, np.broadcast_to(numbers, h.value.shape))
+
+
 DIVIDED: dict[str, Callable[[Node], Node]] = {
     "a quotient": lambda h: ag.div(60000.0, ag.mul(h, h)),
     "a quotient of nodes": lambda h: ag.div(h, ag.mul(h, h)),
@@ -115,6 +120,25 @@ def test_an_overflow_that_a_division_made_0_is_named(queue: cl.CommandQueue, cas
     handle = cured(found.cure)
     again = handle.explain(small.step(handle))
     assert (again.kind, again.why) == ("finite", "Every result and every gradient of its ops is finite."), again
+
+
+@pytest.mark.parametrize(
+    ("op", "function"),
+    {
+        "saturated": (lambda h: ag.tanh(ag.mul(h, 3e5)), "mul"),
+        "masked": (lambda h: ag.softmax(ag.masked_fill(h, like(h, np.eye(4)[0]), -np.inf)), "masked_fill"),
+    }.values(),
+    ids=["saturated", "masked"],
+)
+def test_inf_that_comes_to_nothing_is_told(queue: cl.CommandQueue, op: Callable[[Node], Node], function: str) -> None:
+    small = Small(queue, op, 1.0)
+    handle = amp.init(loss_scale=1.0)
+    small.step(handle)()
+    assert handle.last_step.stepped
+    found = handle.explain(small.step(handle))
+    assert found.kind == "finite"
+    assert "Its loss and the gradients of what is trained are finite." in found.why
+    assert f"The forward of {function} at " in found.why, found
 
 
 # ---------------------------------------------------------------------------------------------- another step
@@ -244,10 +268,6 @@ def zeros(x: Node) -> Node:
 
 def negative(x: Node) -> Node:
     return ag.sub(zeros(x), 1.0)
-
-
-def like(h: Node, number: float) -> Tensor:
-    return to_device(h.value.queue, np.full(h.value.shape, number))
 
 
 #: name -> the op, of x and y; x and y, of what a layer gives; direction and words of the verdict
