@@ -219,6 +219,7 @@ def _is_large(read: Value) -> bool:
 
 
 _FILLED = "it writes the inf that it was given, and of a row of nothing else softmax makes nan"
+_NO_INDEX = "an index does not exist, and selects nan"
 _DOMAINS = (
     _Domain(FORWARD, "div", "it divides by 0", "ag.div(x, ag.add(y, {small}))", _has_zeros),
     _Domain(FORWARD, "div", "it divides by 0, or by next to nothing", "ag.div(x, ag.add(y, {small}))"),
@@ -232,6 +233,13 @@ _DOMAINS = (
     _Domain(
         FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))", _is_large
     ),
+    _Domain(
+        FORWARD,
+        "cross_entropy_indices",
+        "a label is no class, of 0 to their number - 1, nor ignore_index",
+        "print(np.unique(y))",
+    ),
+    *(_Domain(FORWARD, name, _NO_INDEX, "print(y.min(), y.max())") for name in ("index_select", "embedding", "gather")),
     _Domain(FORWARD, "masked_fill", _FILLED, "ag.masked_fill(x, y, -1e9)"),
     _Domain(FORWARD, "where", _FILLED, "ag.where(x, y, -1e9)"),
 )

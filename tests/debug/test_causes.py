@@ -322,6 +322,26 @@ def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str,
     assert handle.last_step.stepped, handle.last_step
 
 
+#: name -> an op of what a layer gives, (2, 4), with an index that does not exist; words of the verdict
+BEYOND: dict[str, tuple[Callable[[Node, Tensor], Node], str]] = {
+    "cross_entropy_indices": (ag.cross_entropy_indices, "a label is no class"),
+    "index_select": (lambda h, indices: ag.index_select(h, 0, indices), "an index does not exist"),
+    "embedding": (ag.embedding, "an index does not exist"),
+    "gather": (lambda h, indices: ag.gather(h, 0, indices), "an index does not exist"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BEYOND)
+def test_an_index_that_does_not_exist_is_told(queue: cl.CommandQueue, name: str, way: str) -> None:
+    op, words = BEYOND[name]
+    labels = np.where(np.arange(16) == 3, 16, 0).astype(np.int32)
+    found = explained(queue, lambda h: op(h, Tensor.from_host(queue, labels, dtype="int32")), "float16", way)
+    assert found.first.function == name
+    assert words in found.why, found
+    exec(found.cure.partition("  #")[0], {"np": np, "y": labels})
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_finite_in_float32_is_told_so(queue: cl.CommandQueue, way: str) -> None:
     found = explained(queue, lambda h: ag.div(h, ag.add(zeros(h), 1e-6)), "float16", way)
