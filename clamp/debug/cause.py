@@ -335,6 +335,8 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
     optimizer = _optimizer_of(grown, past.optimizers) if grown is not None else None
     rate = float(getattr(optimizer, "lr", None) or 0.0)
     is_large = not losses and then is None and now >= _LARGE and now <= 2 * _farthest(trace, optimizer, rate, past)
+    if is_large and len(trained := _trained(trace)) > 1:  # a rate moves more than one layer
+        is_large = median(largest for _, largest in trained) >= _LARGE / 10
     loss_is_known = positive and len(losses) >= _LOSSES
     grew = then is not None and now >= _WEIGHTS * then and (not loss_is_known or times >= _LOSS_WITH_THEM)
     is_usual = not positive or losses[-1][1] < _USUAL * median(loss for _, loss in losses)
@@ -382,16 +384,18 @@ def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value |
     """The weight that has grown most since its first step, or where nobody knows the largest; what it is, and was."""
     found: tuple[Value | None, float, float | None] = None, 0.0, None
     ratio = 0.0
-    for value in trace.values:
-        if value.made_by is not None or value.tensor is None or value.statistics is None:
-            continue
-        if not bridge.is_trained(value.tensor):
-            continue
-        then, now = largest.get(id(value.tensor)), value.statistics.largest
+    for value, now in _trained(trace):
+        then = largest.get(id(value.tensor))
         own = now / then if then else now if not largest else 0.0
         if own > ratio:
             found, ratio = (value, now, then), own
     return found
+
+
+def _trained(trace: StepGraph) -> list[tuple[Value, float]]:
+    """What is trained, and the largest magnitude of each."""
+    leaves = [x for x in trace.values if x.made_by is None and x.tensor is not None and bridge.is_trained(x.tensor)]
+    return [(x, x.statistics.largest) for x in leaves if x.statistics is not None]
 
 
 def _optimizer_of(weight: Value, optimizers: Sequence[object]) -> object | None:

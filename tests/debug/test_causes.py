@@ -217,7 +217,7 @@ def test_a_rate_that_is_too_high_is_blamed_for_what_grew(
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("optimizer", "rate"), [("SGD", 1e-9), ("Adam", 1e-2)])
+@pytest.mark.parametrize(("optimizer", "rate"), [("SGD", 1e-9), ("SGD", 1e-2), ("Adam", 1e-2)])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_rate_is_not_blamed_for_weights_that_were_large(
     queue: cl.CommandQueue, optimizer: str, rate: float, steps: int
