@@ -16,7 +16,7 @@ from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
-from clamp.interrupts import contextmanager
+from clamp.interrupts import contextmanager, holding
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -176,6 +176,17 @@ def is_recorded_in(nodes: list[Node]) -> bool:
     """Returns whether the tape around records into this list."""
     tape = engine.get_current_tape()
     return tape is not None and tape.nodes is nodes
+
+
+def detects_anomalies() -> bool:
+    """Returns whether netcl's engine raises where a gradient is inf or NaN."""
+    return bool(engine._detect_anomaly)
+
+
+def without_anomaly_checks(call: Callable[[], Any]) -> Any:
+    """Makes a call, in which netcl's engine looks for no inf and NaN, and returns what it does."""
+    with holding(engine, "_detect_anomaly", False):
+        return call()
 
 
 @contextmanager

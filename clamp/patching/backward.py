@@ -156,7 +156,7 @@ def tape_backward(
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
     scale = None if scaler is None else scaler.applied()
-    run = partial(RESULTS.backward, wrapped, loss, grad)
+    run = _let_overflow(partial(RESULTS.backward, wrapped, loss, grad))
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
     layerwise = scaler is not None and scaler.layerwise
     is_last = _asked_once(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
@@ -169,6 +169,14 @@ def tape_backward(
     for node in () if instance.retain_grads else computed:
         if node is not loss:
             del node.grad
+
+
+def _let_overflow(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a backward that netcl's ``detect_anomaly`` does not end where another one, at a lower scale, will follow:
+    what is inf at the smallest, too, is an anomaly."""
+    if bridge.detects_anomalies() and any(x.may_overflow() for x in delivery.running.waiting.values()):
+        return partial(bridge.without_anomaly_checks, run)
+    return run
 
 
 def _require_node(loss: Any) -> None:

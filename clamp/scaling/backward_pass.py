@@ -94,10 +94,14 @@ class PassGradients:
     Args:
         optimizers: those of the pass.
         of_all: whether the gradients of all else that the pass has reached are divided, too.
+        may_overflow: see :class:`clamp.params.delivery.Waiting`.
     """
 
-    def __init__(self, optimizers: Sequence[object], of_all: bool = False) -> None:
+    def __init__(
+        self, optimizers: Sequence[object], of_all: bool = False, may_overflow: Callable[[], bool] = bool
+    ) -> None:
         slots: dict[int, _Slot] = {}
+        self.may_overflow = may_overflow
         self._optimizers, self._of_all = optimizers, of_all
         for optimizer in optimizers:
             for master, model in masters.pairs(optimizer):
@@ -120,7 +124,7 @@ class PassGradients:
 
     def anew(self) -> PassGradients:
         """Those of the same pass once more."""
-        return PassGradients(self._optimizers, self._of_all)
+        return PassGradients(self._optimizers, self._of_all, self.may_overflow)
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """See :class:`clamp.params.delivery.Waiting`."""

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
@@ -55,7 +56,11 @@ def scaled_pass(
     ranks = None if scaling is None else scaling.ranks
     repeats: Repeats | None = None
     has_run: list[None] = []
-    reached = PassGradients(optimizers, of_all=scaling is not None and scaling.divides_all)
+    if scaling is None:
+        reached = PassGradients(optimizers)
+    else:
+        may_overflow = partial(scaling.may_overflow, scaler, loss.value)
+        reached = PassGradients(optimizers, scaling.divides_all, may_overflow)
     with undone_by_error(reached.put_back):
         reached.refused = loss if scaler.scales else None
         with delivery.waiting_in(reached):
@@ -242,6 +247,11 @@ class PassScaling:
         if self._on_queues[id(scaler)][2]:
             return None
         return Repeats(None if self.ranks is not None else loss, scaler, guards, find)
+
+    def may_overflow(self, scaler: LossScale, loss: Tensor) -> bool:
+        """Returns whether an overflow in a pass by this scale would be the scale's: at lower ones it is repeated."""
+        repeats = self.repeats(loss, scaler, (), lambda: None)
+        return repeats is not None and repeats.can_go_lower() and bool(np.isfinite(loss.to_host()).all())
 
     def warn_of_unnamed(self, tensors: Sequence[Tensor]) -> None:
         """Says once if some of these, which are trained, belong to no optimizer of the handle's or the program's."""

@@ -47,6 +47,10 @@ class Repeats:
         self._tried = 0
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
 
+    def can_go_lower(self) -> bool:
+        """Returns whether there are smaller scales than that of the pass."""
+        return self._before.scale > self._scaler.rule.min
+
     def settle(self, end: Repeat, left: Callable[[], list[tuple[Tensor, Tensor | None]]] | None = None) -> None:
         """Repeats, after the end of the pass, its backward if it has overflowed, now, or when its gradients are used.
 

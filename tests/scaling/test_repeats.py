@@ -419,6 +419,23 @@ def test_an_error_in_a_repeat_leaves_all_as_it_was(
         assert handle.last_step.stepped
 
 
+def test_only_what_no_scale_mends_is_an_anomaly(queue: cl.CommandQueue) -> None:
+    task = Task(queue)
+    with amp.init() as handle, ag.detect_anomaly():
+        task.backward(handle, 2.0**20)
+        assert task.gradient == 2.0**20
+        before = handle.scalers[0].state_dict()
+        assert before["loss_scale"] < 2.0**16
+        for op in (ag.sqrt, ag.log):  # of 0: the gradient is inf at every scale; so is the second's loss
+            with (
+                pytest.raises(RuntimeError, match=f"Anomaly detected.*'{op.__name__}'"),
+                handle.scale_loss(op(ag.mul(task.loss(), 0.0)), task.optimizer) as scaled_loss,
+            ):
+                scaled_loss.backward()
+            assert handle.scalers[0].state_dict() == before
+            assert task.gradient == 2.0**20
+
+
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
 def test_a_healthy_step_reads_and_launches_what_it_did(
     queue: cl.CommandQueue, recorded: bool, monkeypatch: pytest.MonkeyPatch
