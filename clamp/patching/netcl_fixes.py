@@ -95,15 +95,6 @@ def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
     return elementwise.gelu(x, approximate=instance.approximate)
 
 
-@meets("netcl.io.checkpoint._copy_array_to_tensor")
-def from_file(wrapped: Any, instance: None, /, queue: Any, tensor: Any, array: Any) -> None:
-    """Numbers of a file into a tensor: netcl's writes those of float32 into one of 16 bits, and beyond its end."""
-    if tensor.dtype in HALF_DTYPES:
-        tensor.write(array)
-    else:
-        wrapped(queue, tensor, array)
-
-
 # Attention.
 # Scores are stored in 16 bits, and netcl's layers multiply them by 1 / sqrt(d) only then: 131072, to be 32768, would be
 # infinite. The scale goes onto the queries first, as it does in flash_attention.

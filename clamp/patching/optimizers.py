@@ -18,6 +18,7 @@ from netcl.optim import clip
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.casting.arguments import tensors_in
 from clamp.opencl.host_steps import host_step, host_value, recorder
 from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, masters, updates
@@ -186,14 +187,18 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
     "netcl.evo.population.ParamLayout.from_module",
     "netcl.evo.population.Population.load_into",
     "netcl.evo.population.Population.store_from",
+    "netcl.io.checkpoint.save_params",
+    "netcl.io.checkpoint.load_params",
+    "netcl.io.interop.model_state_dict",
+    "netcl.io.interop.load_into_model",
 )
 def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A function of netcl's that copies or averages parameters: of 16-bit ones it reads and writes the masters. (Most
-    would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel of averages is
-    one for all of them, which one would launch with the arguments of another."""
-    params: list[Tensor] = []
+    """A function of netcl's that copies, averages or saves parameters: of 16-bit ones it reads and writes the masters.
+    (Most would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel of averages
+    is one for all of them, which one would launch with the arguments of another."""
+    params = tensors_in((args, kwargs))
     for x in (*args, *kwargs.values()):
-        params += [x] if isinstance(x, Tensor) else x.parameters() if hasattr(x, "parameters") else []
+        params += x.parameters() if hasattr(x, "parameters") else []
     for name in ("_params", "_online_params", "_target_params"):
         params += getattr(instance, name, ())
     with _averaging, masters.showing_masters(params, load=True):

@@ -16,6 +16,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl.io.checkpoint import load_params, save_params
+from netcl.io.interop import export_model, load_into_model
 
 from clamp import amp, bridge, checkpoint
 from tests.checkpoint.test_checkpoints import OPTIMIZERS, WIDTHS, same_bits, train
@@ -181,12 +182,18 @@ def test_a_file_made_by_hand_loads_or_is_refused_by_name(queue: cl.CommandQueue,
 
 
 @pytest.mark.usefixtures("shut_down")
+@pytest.mark.parametrize("kind", ["npz", "pt"])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_netcls_own_files_hold_16_bit_parameters(queue: cl.CommandQueue, tmp_path: Path, dtype: str) -> None:
-    """Parameter and master have what was saved; netcl would write twice the bytes."""
-    first, second = (amp.decorate(mlp(queue, 4, 8), dtype=dtype) for _ in range(2))
-    save_params(first.parameters(), tmp_path / "run.npz")
-    load_params(queue, second.parameters(), tmp_path / "run.npz")
+def test_netcls_own_files_hold_16_bit_parameters(queue: cl.CommandQueue, tmp_path: Path, dtype: str, kind: str) -> None:
+    """Master and parameter have what was saved, the master; netcl would write twice the bytes."""
+    first, second = (amp.decorate(mlp(queue, 4, 8, seed=seed), dtype=dtype) for seed in (0, 1))
+    file = tmp_path / f"run.{kind}"
+    if kind == "npz":
+        save_params(first.parameters(), file)
+        load_params(queue, second.parameters(), file)
+    else:
+        export_model(first, file)
+        load_into_model(second, file)
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         np.testing.assert_array_equal(to_numpy(other), to_numpy(one))
-        np.testing.assert_array_equal(to_numpy(bridge.master_of(other)), to_numpy(one))
+        np.testing.assert_array_equal(to_numpy(bridge.master_of(other)), to_numpy(bridge.master_of(one)))
