@@ -191,11 +191,15 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
     "netcl.io.checkpoint.load_params",
     "netcl.io.interop.model_state_dict",
     "netcl.io.interop.load_into_model",
+    "netcl.nn.init.constant",
+    "netcl.nn.init.kaiming_uniform",
+    "netcl.nn.init.normal",
+    "netcl.nn.init.xavier_uniform",
 )
 def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A function of netcl's that copies, averages or saves parameters: of 16-bit ones it reads and writes the masters.
-    (Most would copy four bytes for each element, whatever its dtype.) Threads take turns, since netcl's kernel of averages
-    is one for all of them, which one would launch with the arguments of another."""
+    """A function of netcl's that fills, copies, averages or saves parameters: of 16-bit ones it reads and writes the
+    masters. (Most would copy four bytes for each element, whatever its dtype, or refuse.) Threads take turns: netcl's
+    kernel of averages is one for all of them, and one would launch it with the arguments of another."""
     params = tensors_in((args, kwargs))
     for x in (*args, *kwargs.values()):
         params += x.parameters() if hasattr(x, "parameters") else []

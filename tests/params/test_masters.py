@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from netcl import autograd as ag
 from netcl.core import transfer
 from netcl.evo.genome import inherit_weights
 from netcl.evo.population import Population, load_flat_into_module
-from netcl.nn import BatchNorm2d
+from netcl.nn import BatchNorm2d, init
 from netcl.nn.state import flatten_state_dict
 from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm, clip_grad_norm_device
@@ -543,6 +544,21 @@ def test_evolution_takes_the_masters_for_genes(queue: cl.CommandQueue, dtype: st
     load_flat_into_module(child, first)
     np.testing.assert_array_equal(flat(child), first)
     assert_model_follows(child.parameters(), dtype)
+
+
+@pytest.mark.parametrize(
+    "fill", [init.xavier_uniform, init.kaiming_uniform, init.normal, partial(init.constant, val=0.1)]
+)
+@pytest.mark.parametrize("dtype", HALF)
+def test_initial_values_are_the_masters(queue: cl.CommandQueue, dtype: str, fill: Callable[[Tensor], None]) -> None:
+    weights = [Parameter.from_host(queue, np.ones((4, 3), np.float32)) for _ in range(2)]
+    masters.narrow(weights[1:], dtype)
+    amp.init(dtype=dtype)
+    for weight in weights:
+        np.random.seed(0)
+        fill(weight)
+    np.testing.assert_array_equal(masters.master_for(weights[1]).to_host(), weights[0].to_host())
+    assert_model_follows(weights[1:], dtype)
 
 
 def flat(model: Any) -> np.ndarray:
