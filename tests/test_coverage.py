@@ -240,6 +240,14 @@ def test_kernels_behind_a_function_get_float32(queue: cl.CommandQueue, dtype: st
             np.testing.assert_array_equal(one.to_host(), other.to_host())
 
 
+def test_what_takes_float16_only_is_given_it(queue: cl.CommandQueue) -> None:
+    x = to_device(queue, np.array([[0.0, 0.0]]), "float16")
+    with amp.init():
+        y = modules()["netcl.ops.softmax_fp16"].softmax_fp16_safe(x)
+        assert y.dtype == "float16"
+        np.testing.assert_array_equal(y.to_host(), [[0.5, 0.5]])
+
+
 def test_a_module_of_netcls_that_is_imported_later_is_met(
     queue: cl.CommandQueue, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
