@@ -191,6 +191,7 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
     "netcl.io.checkpoint.load_params",
     "netcl.io.interop.model_state_dict",
     "netcl.io.interop.load_into_model",
+    "netcl.io.onnx_export._to_host",
     "netcl.nn.init.constant",
     "netcl.nn.init.kaiming_uniform",
     "netcl.nn.init.normal",

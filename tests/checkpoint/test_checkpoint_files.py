@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl.io import onnx_export
 from netcl.io.checkpoint import load_params, save_params
 from netcl.io.interop import export_model, load_into_model
 
@@ -197,3 +198,4 @@ def test_netcls_own_files_hold_16_bit_parameters(queue: cl.CommandQueue, tmp_pat
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         np.testing.assert_array_equal(to_numpy(other), to_numpy(one))
         np.testing.assert_array_equal(to_numpy(bridge.master_of(other)), to_numpy(bridge.master_of(one)))
+        np.testing.assert_array_equal(onnx_export._to_host(one), to_numpy(bridge.master_of(one)))
