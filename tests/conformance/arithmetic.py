@@ -11,6 +11,7 @@ _BINARY = [
     Case(Normal(5, 7), Normal(7)),
     Case(Normal(3, 1, 5), Normal(4, 1)),
     Case(Normal(2, 3), 1.5),
+    Case(-0.5, Normal(2, 3)),
     Case(Normal(1), Normal(1)),
 ]
 _QUOTIENTS = [

@@ -56,14 +56,18 @@ OPS = [
     Op("netcl.autograd.narrow", narrow, [
         Case(Normal(3, 7, 2), 1, 2, 4),
         Case(Normal(5, 3), 0, -2, 2),
+        Case(Normal(2, 3, 4), -1, 0, 4),
     ], exact=True),
     Op("netcl.autograd.split", split, [
         Case(Normal(3, 7, 2), 3, 1),
         Case(Normal(6, 2), [1, 3, 2]),
+        Case(Normal(2, 5), (3, 2), -1),
+        Case(Normal(3, 2), 5),
     ], exact=True),
     Op("netcl.autograd.chunk", chunk, [
         Case(Normal(2, 3, 12), 3, axis=-1),
         Case(Normal(7, 2), 3),
+        Case(Normal(2, 3), 4),
     ], exact=True),
     Op("netcl.autograd.getitem", getitem, [
         Case(Normal(3, 4, 5), (slice(None), 2)),

@@ -11,6 +11,8 @@ _CASES = [
     Case(Normal(3, 5, 4), axis=1),
     Case(Normal(3, 5, 4), axis=-1, keepdims=True),
     Case(Normal(7), axis=0),
+    Case(Normal(3, 5, 4), axis=-2),
+    Case(Normal(3, 4), keepdims=True),
 ]
 
 
@@ -39,5 +41,7 @@ OPS = [
         Case(Normal(3, 5, 4), axis=1),
         Case(Normal(3, 5, 4), dim=0),
         Case(Normal(3, 1), axis=1),
+        Case(Normal(2, 3, 4, 2), axis=-3),
+        Case(Normal(5)),
     ], terms=lambda x, **kwargs: (8, softmax(x, **kwargs))),
 ]  # fmt: skip
