@@ -131,10 +131,8 @@ def axis_of(function: str, axis: Any, ndim: int) -> int:
     instead = one_by_one if function in ("sum", "mean", "reduce_sum") and axis is not None else ""
     axis = whole_number(function, "axis", axis, instead=instead)
     if not -ndim <= axis < ndim:
-        raise ValueError(
-            f"{function}: axis {axis} out of bounds for tensor with {ndim} dimensions; "
-            f"pass one from {-ndim} to {ndim - 1}"
-        )
+        remedy = f"pass one from {-ndim} to {ndim - 1}" if ndim else "reshape it to (1,)"
+        raise ValueError(f"{function}: axis {axis} out of bounds for tensor with {ndim} dimensions; {remedy}")
     return axis % ndim
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.ops import attention, conv, depthwise, grid, indexing, norm_planes, norm_rows, pad, pool, prelu, upsample
+from clamp.ops.arguments import axis_of
 from clamp.ops.concat import cat, split
 from clamp.ops.conv import Window, engines
 from clamp.ops.elementwise import elementwise, masked_fill, masked_fill_backward
@@ -103,6 +104,7 @@ REFUSALS: list[tuple[str, Callable[[Ones], object]]] = [
     *(("dims must be a permutation", lambda ones, dims=dims: permute(ones(2, 3), dims))
       for dims in ((0,), (0, 0), (0, 2), (0, 1, 2))),
     ("axis 2 out of bounds", lambda ones: softmax(ones(2, 3), 2, **F32)),
+    ("0 dimensions; reshape it", lambda ones: axis_of("softmax", -1, 0)),
     ("gradient of shape", lambda ones: softmax_backward(ones(2, 3), ones(3), **F32)),
     ("4D NCHW", lambda ones: upsample.upsample(ones(3, 2, 2), (4, 4), **F32)),
     ("no pixels", lambda ones: upsample.upsample(ones(1, 3, 0, 2), (4, 4), **F32)),
