@@ -15,7 +15,7 @@ from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
 from clamp.opencl.device import is_forked, require_answer, require_usable
 from clamp.ops.arguments import saturated
-from clamp.ops.cast import cast, cast_into
+from clamp.ops.cast import cast
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets, replaces
@@ -50,7 +50,8 @@ def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
 def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """A netcl function that writes, in fp32, into tensors that it is given, or into their gradients.
 
-    While it runs its 16-bit tensors show widened content; after, they hold the result in their own dtype.
+    While it runs its 16-bit tensors show widened content, that of their masters if they have one; after, they hold the
+    result in their own dtype.
     """
     args = tuple(list(x) if isinstance(x, Iterator) else x for x in args)
     given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
@@ -58,7 +59,7 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
         return wrapped(*args, **kwargs)
     given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
     narrow = [tensor for tensor in given.values() if is_half(tensor) and bridge.on_device(tensor)]
-    widened = [cast(tensor, "float32") for tensor in narrow]
+    widened = [bridge.master_of(tensor) or cast(tensor, "float32") for tensor in narrow]
     kept = [shown(tensor) for tensor in narrow]
     try:
         for tensor, wide in zip(narrow, widened, strict=True):
@@ -66,9 +67,10 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
         return called_in(None, wrapped, *args, **kwargs)
     finally:
         for tensor, before, wide in zip(narrow, kept, widened, strict=True):
-            wide.buffer = tensor.buffer
+            if wide.buffer is not tensor.buffer:
+                wide.buffer = tensor.buffer
             vars(tensor).update(before)
-            cast_into(wide, tensor)
+            masters.write_back(wide, tensor)
         for tensor in given.values():
             if not bridge.is_in_parts(tensor) or tensor.is_whole:  # asked for its memory, it would take some
                 weight_cache.drop_buffer(tensor.buffer)

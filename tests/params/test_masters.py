@@ -13,7 +13,9 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.cluster.ops import scale_
 from netcl.core import transfer
+from netcl.distributed.data_parallel import broadcast_params
 from netcl.evo.genome import inherit_weights
 from netcl.evo.population import Population, load_flat_into_module
 from netcl.nn import BatchNorm2d, init
@@ -559,6 +561,23 @@ def test_initial_values_are_the_masters(queue: cl.CommandQueue, dtype: str, fill
         fill(weight)
     np.testing.assert_array_equal(masters.master_for(weights[1]).to_host(), weights[0].to_host())
     assert_model_follows(weights[1:], dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_functions_that_write_in_place_write_masters(queue: cl.CommandQueue, dtype: str) -> None:
+    models = [mlp(queue, 5, 4, 3, seed=seed) for seed in (0, 1)]
+    values = weights_of(models[0])
+    amp.init(dtype=dtype)
+    for model in models:
+        masters.narrow(model.parameters(), dtype)
+    first, second = (model.parameters() for model in models)
+    broadcast_params(first, [first, second])
+    for params in (first, second):
+        assert_same(master_values(params), values)
+    for param in second:
+        scale_(param, 0.25)
+    assert_same(master_values(second), [x / 4 for x in values])
+    assert_model_follows(second, dtype)
 
 
 def flat(model: Any) -> np.ndarray:
