@@ -18,6 +18,7 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.concat import Part, assemble, split
+from clamp.params import masters
 from clamp.params.gradient_marks import scale_of
 from clamp.patching.patch_registry import meets
 from clamp.scaling.step_guard import StepGuards
@@ -35,11 +36,12 @@ def all_reduce(wrapped: Any, instance: None, /, tensors: Sequence[Any], op: str 
     _require_alike(tensors, "all_reduce")
     if op.lower() not in _OPERATIONS:
         raise ValueError(f"unsupported all_reduce op {op}: pass one of {', '.join(_OPERATIONS)}")
-    total = _sum(_numbers(tensor) for tensor in tensors)
-    if op.lower() == "mean":
-        total = total / np.float32(len(tensors))
-    for tensor in tensors:
-        bridge.write_bytes(tensor, bridge.to_words(total, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
+    with _showing_masters(tensors):
+        total = _sum(_numbers(tensor) for tensor in tensors)
+        if op.lower() == "mean":
+            total = total / np.float32(len(tensors))
+        for tensor in tensors:
+            _write_numbers(tensor, total)
     return tensors
 
 
@@ -49,11 +51,21 @@ def broadcast(wrapped: Any, instance: None, /, tensor: Any, root: int = 0) -> An
     if not isinstance(tensor, list) or not all(map(bridge.is_floating, tensor)):
         return wrapped(tensor, root)
     _require_alike(tensor, "broadcast")
-    numbers = _numbers(tensor[root])
-    for index, target in enumerate(tensor):
-        if index != root % len(tensor):
-            bridge.write_bytes(target, bridge.to_words(numbers, bridge.canonical_dtype(target.dtype)).view(np.uint8))
+    with _showing_masters(tensor):
+        numbers = _numbers(tensor[root])
+        for index, target in enumerate(tensor):
+            if index != root % len(tensor):
+                _write_numbers(target, numbers)
     return tensor
+
+
+def _showing_masters(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Inside the ``with``, 16-bit parameters among these are their masters; gradients stay as they are."""
+    return masters.showing_masters([x for x in tensors if bridge.master_of(x) is not None], load=True)
+
+
+def _write_numbers(tensor: Tensor, numbers: Array) -> None:
+    bridge.write_bytes(tensor, bridge.to_words(numbers, bridge.canonical_dtype(tensor.dtype)).view(np.uint8))
 
 
 def sync_grads(own: Callable[..., None], param_replicas: Sequence[Sequence[Tensor]]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from netcl import autograd as ag
 from netcl.cluster.ops import scale_
 from netcl.core import transfer
+from netcl.distributed.collectives import all_reduce, broadcast
 from netcl.distributed.data_parallel import broadcast_params
 from netcl.evo.genome import inherit_weights
 from netcl.evo.population import Population, load_flat_into_module
@@ -572,6 +573,9 @@ def test_functions_that_write_in_place_write_masters(queue: cl.CommandQueue, dty
         masters.narrow(model.parameters(), dtype)
     first, second = (model.parameters() for model in models)
     broadcast_params(first, [first, second])
+    for pair in zip(first, second, strict=True):
+        all_reduce(pair, op="mean")
+        broadcast(list(pair))
     for params in (first, second):
         assert_same(master_values(params), values)
     for param in second:
