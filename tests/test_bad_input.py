@@ -272,6 +272,8 @@ def test_an_ignored_label_may_be_any_whole_number(queue: cl.CommandQueue, ignore
     for labels in (host, Tensor.from_host(queue, host, dtype="int64")):
         loss = ag.cross_entropy_indices(logits, labels, ignored)
         np.testing.assert_array_equal(loss.value.to_host(), expected)
+    loss = ag.cross_entropy_indices(logits, [1, 0], 2**40 * ignored)  # which is no label's
+    np.testing.assert_array_equal(loss.value.to_host(), ag.cross_entropy_indices(logits, [1, 0]).value.to_host())
 
 
 def test_cast(queue: cl.CommandQueue) -> None:
