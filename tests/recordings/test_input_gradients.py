@@ -148,3 +148,17 @@ def test_what_is_no_weight_and_no_argument_has_its_gradient_from_replays(queue: 
 
     with amp.init(dtype="float32"):
         assert gradients(recorded=True) == gradients(recorded=False)
+
+
+def test_a_replay_clears_the_gradient_that_the_function_clears(queue: cl.CommandQueue) -> None:
+    @amp.record
+    def step(x: Tensor) -> Node:
+        x.grad = None
+        return ag.mul(ag.tensor(x), 2.0)
+
+    with amp.init(dtype="float32"):
+        for number in range(4):
+            x, x.grad = to_device(queue, [number]), to_device(queue, [1.0])
+            assert step(x).value.to_host() == 2.0 * number
+            assert x.grad is None
+        assert step.recordings == 1
