@@ -278,7 +278,7 @@ def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: An
 def _number_or_object(x: Any) -> Any:
     """Returns an operand for Python's operators in numpy's functions: a number, an array, or a node in an array."""
     if isinstance(x, np.generic | np.ndarray):
-        return x if x.ndim else x.item()
+        return x
     boxed = np.empty((), object)
     boxed[()] = x
     return boxed

@@ -25,7 +25,7 @@ def test_dtypes(queue: cl.CommandQueue, dtype: str, mask_dtype: str) -> None:
     rng = np.random.default_rng(0)
     shape = (2, 3, 5, 7)
     x = to_device(queue, rng.standard_normal(shape), dtype)
-    for mask_shape in ((1, 1, 5, 7), shape, (7,), (1,)):
+    for mask_shape in ((1, 1, 5, 7), shape, (7,), (1,), (7, 2, 15, 1, 1)):
         host = (rng.random(mask_shape) < 0.5).astype(np.int32) * 3
         mask = Tensor.from_host(queue, host) if mask_dtype == "int32" else to_device(queue, host, mask_dtype)
         hidden = repeated(host, shape)
