@@ -409,6 +409,9 @@ def test_a_gradient_that_does_not_belong_to_the_result_is_refused(queue: cl.Comm
         loss = ag.sum(x)
         loss.backward(to_device(queue, [[4.0]]))
         np.testing.assert_array_equal(x.grad.to_host(), np.full((3, 1), 4.0))
+        one = ag.tensor(to_device(queue, [[2.0]]), requires_grad=True)
+        ag.mul(one, 3.0).backward(to_device(queue, [4.0]))
+        np.testing.assert_array_equal(one.grad.to_host(), [[12.0]])
 
 
 @pytest.mark.parametrize("loss", [None, 1.0, "a tensor"])

@@ -14,10 +14,11 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.casting.results import RESULTS
+from clamp.cli.bench.timing import counted_launches
 from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.profiler import Profiler
 from clamp.opencl.device import capabilities
-from clamp.ops.cast import LISTENERS
+from clamp.ops.cast import LISTENERS, cast
 from clamp.scaling.step_report import StepReport
 from tests.networks import Task, batch, mlp, step, stepping
 from tests.reference import to_device
@@ -186,6 +187,23 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
     notes = ["note", "squares", "total"]
     assert [name for name in enqueued["summary"] if name not in notes] == enqueued[None]
     assert sorted(name for name in enqueued["summary"] if name in notes) == notes
+
+
+def test_a_counter_that_is_begun_twice_counts_once(queue: cl.CommandQueue) -> None:
+    """As where an interrupt has cut short what puts it back."""
+    counter = OpCounter()
+    counter.start()
+    counter.start()
+    cast(to_device(queue, [1.0]), "float16")
+    counter.stop()
+    assert [one.calls for one in counter.casts] == [1]
+    assert LISTENERS == []
+
+
+def test_a_look_at_a_step_launches_nothing_for_another_threads(queue: cl.CommandQueue) -> None:
+    with counted_launches() as names:
+        OpCounter(of_dry_run=True).stepping([to_device(queue, [1.0])])
+    assert names == []
 
 
 def test_what_was_counted_is_there_after_shutdown(queue: cl.CommandQueue) -> None:
