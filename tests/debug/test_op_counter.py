@@ -9,7 +9,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
-from netcl.nn.layers import Linear
+from netcl.nn.layers import Linear, ReLU
 from netcl.optim import SGD
 
 from clamp import amp
@@ -59,6 +59,14 @@ def test_ops_are_counted_by_place_and_dtype(run: Any) -> None:
     assert (backward.inputs, backward.module) == (("float16",), "layers.0")
     loss = only(rows, name="mse_loss", direction="forward")
     assert (loss.policy, loss.inputs, loss.dtype) == ("float", ("float16", "float32"), "float32")
+
+
+def test_rows_stay_what_they_were_when_asked_for(run: Any) -> None:
+    handle, _, model, optimizer, data = run
+    rows = handle.summary().rows
+    step(handle, model, optimizer, data)
+    assert {row.calls for row in handle.summary().rows} == {11}
+    assert {row.calls for row in rows} == {10}
 
 
 def test_rows_may_be_asked_for_while_another_thread_adds_some(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +174,11 @@ def test_layers_that_are_made_anew_take_no_more_rows(queue: cl.CommandQueue, mon
         rows = counter.rows
     assert sum(row.calls for row in rows if row.name == "matmul_op") == 20
     assert len(rows) == len({row.name for row in rows})
+
+
+def test_a_layer_with_the_id_of_one_that_is_gone_is_another() -> None:
+    counter = OpCounter()
+    assert len({counter._known(ReLU()) for _ in range(5)}) == 5
 
 
 def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.CommandQueue) -> None:
