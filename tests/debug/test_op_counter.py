@@ -162,6 +162,15 @@ def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) ->
     assert len(set(norms)) == 8
 
 
+def test_a_recording_without_a_backward_is_counted_as_it_is_made(queue: cl.CommandQueue) -> None:
+    with amp.init(debug="summary") as handle:
+        relu, x = amp.record(ag.relu), ag.tensor(to_device(queue, [1.0]))
+        for _ in range(5):  # the first runs it, the next two record it
+            relu(x)
+        ag.sum(x)
+        assert only(handle.summary().rows, name="relu").calls == 3
+
+
 def test_layers_that_are_made_anew_take_no_more_rows(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clamp.debug.op_counter._MOST", 4)
     x = ag.tensor(to_device(queue, np.ones((2, 3))))
