@@ -190,6 +190,18 @@ def test_a_layer_with_the_id_of_one_that_is_gone_is_another() -> None:
     assert len({counter._known(ReLU()) for _ in range(5)}) == 5
 
 
+def test_seconds_of_layers_that_no_name_tells_apart_add_up(queue: cl.CommandQueue) -> None:
+    counter, x = OpCounter(of_dry_run=True), ag.tensor(to_device(queue, [1.0]))
+    with amp.init():
+        counter.start()
+        for _ in range(3):
+            ReLU()(x)
+        counter.stop()
+    for key in counter._counts:
+        counter.took(key, 0.5)
+    assert [(row.calls, row.seconds) for row in counter.rows] == [(3, 1.5)]
+
+
 def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.CommandQueue) -> None:
     enqueued = {}
     for debug in (None, "summary", None):
