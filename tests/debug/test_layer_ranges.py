@@ -257,6 +257,18 @@ def test_a_step_without_ops_is_refused(queue: cl.CommandQueue) -> None:
         LayerRanges([], 1.0, "float16").draw("x.svg")
 
 
+def test_what_shows_the_memory_of_another_takes_no_row(queue: cl.CommandQueue) -> None:
+    x = Parameter.from_host(queue, np.ones((4, 6), np.float32))
+    handle = amp.init(loss_scale=SCALE)
+
+    def once() -> None:
+        with handle.scale_loss(ag.sum(ag.reshape(ag.mul(ag.tensor(x), 2.0), (6, 4))), SGD([x], lr=0.01)) as scaled_loss:
+            scaled_loss.backward()
+
+    rows = handle.ranges(once).rows
+    assert {row.name for row in rows if row.kind in ("activation", "gradient")} == {"mul", "sum"}
+
+
 def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.CommandQueue) -> None:
     square = Parameter.from_host(queue, np.full((8, 8), 0.5, np.float32))
     x = Tensor.from_host(queue, np.ones((8, 8), np.float32))
