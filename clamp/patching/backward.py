@@ -28,7 +28,7 @@ from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
 from clamp.patching.wrap import Installed
-from clamp.scaling.scaled_loss import SCALE_OP, is_scaled, require_graph, scaler_of
+from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import warn_user
 
 _FLOAT16 = ("float16", "half")
@@ -136,7 +136,7 @@ def tape_backward(
             node.value.grad = None
             computed.append(node)
             in_half = in_half or node.value.dtype in _FLOAT16
-            if node.op_name == SCALE_OP and is_scaled(node):
+            if is_scaled(node):
                 scaled.append(node)
                 starts += node.parents
             elif node.op_name == recompute.OP:
