@@ -20,7 +20,9 @@ from clamp import amp
 from clamp.bridge import Parameter
 from clamp.casting.results import RESULTS
 from clamp.cli.bench.networks import CNN, LM, MLP, Network, Trainer
+from clamp.debug.callsite import NOWHERE
 from clamp.debug.layer_ranges import LayerRange, LayerRanges
+from clamp.debug.step_graph import StepGraph
 from clamp.debug.summary import Summary
 from clamp.debug.traces import trace_step
 from clamp.ops.statistics import statistics_of
@@ -181,6 +183,14 @@ def test_a_step_that_is_more_than_may_be_held_has_the_same_ranges(
     whole = rows()
     monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 0.0)
     assert rows() == whole
+
+
+def test_a_tensor_with_the_id_of_one_that_was_released_is_another(queue: cl.CommandQueue) -> None:
+    graph = StepGraph()
+    for number in range(200):  # of which some have the same
+        graph.forward("op", NOWHERE, [], to_device(queue, [number]))
+        graph.release()
+    assert len(graph.values) == 200
 
 
 def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
