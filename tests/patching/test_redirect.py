@@ -39,7 +39,7 @@ from clamp import amp
 from clamp.bridge import Node, Parameter
 from clamp.casting.policy_table import CastPolicy, Entry, default_table
 from clamp.casting.regions import casting_in
-from clamp.patching import patch, redirect
+from clamp.patching import patch, patch_registry, redirect
 from clamp.patching.redirect import Redirected
 from clamp.patching.wrap import Wrapper, passes_of
 from tests.reference import quantize, to_device, to_numpy
@@ -207,6 +207,16 @@ def test_netcls_names_stay_the_identical_objects(tmp_path: Path, monkeypatch: py
         assert changed >= {id(function) for function in LISTED.values()}
     assert codes() == own
     assert not hasattr(ag.relu, "__wrapped__")
+
+
+def test_a_module_that_is_awaited_twice_is_met_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "awaited_module.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    met: list[types.ModuleType] = []
+    monkeypatch.setattr(patch_registry, "_listener", [met.append])
+    for _ in range(2):
+        patch_registry.when_imported("awaited_module")
+    assert met == [importlib.import_module("awaited_module")]
 
 
 def test_signatures_sources_and_places_are_netcls() -> None:

@@ -204,6 +204,16 @@ def test_sums_and_means_stay_in_their_tensors(queues: list[cl.CommandQueue], dty
         np.testing.assert_array_equal(to_numpy(single[0]), before)
 
 
+def test_sums_of_integers_are_netcls(queues: list[cl.CommandQueue]) -> None:
+    def sums() -> list[Any]:
+        tensors = [Tensor.from_host(queue, np.arange(3, dtype=np.int32), dtype="int32") for queue in queues]
+        return [x.to_host().tolist() for x in sys.modules["netcl.distributed.collectives"].all_reduce(tensors)]
+
+    own = sums()
+    with amp.init():
+        assert sums() == own
+
+
 @pytest.mark.parametrize("dtype", ["float32", *HALF_DTYPES])
 def test_broadcast_writes_each_dtype(queues: list[cl.CommandQueue], dtype: str) -> None:
     with amp.init():
