@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,8 +11,8 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.debug.ranges import HEADROOM, Lost, lost, pooled, suggested_scale, table
-from clamp.ops.statistics import Statistics, statistics_of
+from clamp.debug.ranges import HEADROOM, Lost, _tilt, lost, pooled, suggested_scale, table
+from clamp.ops.statistics import Statistics, edges, statistics_of
 from tests.ops.test_statistics import expected
 from tests.reference import HALF_DTYPES, NUMPY, STORAGE_DTYPES, quantize, to_device
 
@@ -192,3 +193,15 @@ def test_pooled_statistics() -> None:
     names = ("count", "infs", "nans", "zeros", "smallest", "largest", "dtype")
     assert [getattr(together, name) for name in names] == [getattr(whole, name) for name in names]
     assert pooled([Statistics(0, 0, 0, 0, np.inf, 0.0, together.histogram, "float16"), whole]).dtype == "float32"
+
+
+@pytest.mark.parametrize("place", range(2, 8))
+def test_the_tilt_of_a_bin_is_that_of_the_density_around_it(queue: cl.CommandQueue, place: int) -> None:
+    """Here of one that rises as the magnitudes do."""
+    bounds = edges()
+    within = int(np.searchsorted(bounds, 1.0)) + place
+    near = (bounds[:-1] >= 0.25) & (bounds[1:] <= 8.0)
+    counts = np.where(near, (bounds[1:] ** 2 - bounds[:-1] ** 2) * 2.0**40, 0).astype(np.int64)
+    found = replace(statistics_of([to_device(queue, [0.25, 8.0])])[0], histogram=counts)
+    begin, end = bounds[within : within + 2]
+    np.testing.assert_allclose(_tilt(found, within, begin, end), (end - begin) / (end + begin), rtol=1e-6)
