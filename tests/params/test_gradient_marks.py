@@ -354,6 +354,16 @@ def test_a_gradient_that_two_parameters_share_is_clipped_once(queue: cl.CommandQ
         np.testing.assert_allclose(param.to_host(), -0.5 * LR, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["clip_grad_norm", "clip_grad_norm_device"])
+def test_clipping_scaled_gradients_is_refused_where_casts_are_off_too(
+    task: Task, handle: amp.AmpHandle, name: str
+) -> None:
+    with handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with handle.disable_casts(), pytest.raises(RuntimeError, match=name):
+            getattr(clip, name)([task.weight], 1.0)
+
+
 # ---------------------------------------------------------------------------------------------- changing hands
 
 
