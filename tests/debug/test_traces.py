@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from netcl.nn import functional as F
 from netcl.nn.layers import Dropout, Linear, Sequential, Tanh
 
 from clamp import amp
+from clamp.debug.traces import Trace, TracedValue
 from clamp.debugging import Difference, first_difference, save_trace
 from clamp.functions import arithmetic as bound_elementwise
 from clamp.ops.elementwise import elementwise
@@ -114,6 +116,14 @@ def test_lines_that_moved_and_ops_that_came(queue: cl.CommandQueue, tmp_path: Pa
     found = first_difference(tmp_path / "more.json", tmp_path / "one.json")
     assert found.second is None
     assert "only the first trace has" in str(found)
+
+
+def test_an_op_that_came_is_found_among_hundreds_alike() -> None:
+    alike = [TracedValue("relu", "forward", "", "", "", "float32", (1,), "bits", 0, 0, 0.0, 0.0)] * 300
+    more = replace(alike[0], function="mul")
+    found = Trace(alike).first_difference(Trace([more, *alike]))
+    assert found is not None
+    assert (found.first, found.second, found.before) == (None, more, 0)
 
 
 def test_float32_against_amp_by_tolerance(queue: cl.CommandQueue, tmp_path: Path) -> None:
