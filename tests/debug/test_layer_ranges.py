@@ -198,6 +198,7 @@ def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
     once()
     before = [param.to_host().copy() for param in model.parameters()], handle.loss_scale, handle.summary().rows
     handle.ranges(once)
+    assert [guard.pending for guard in handle._scaling.guards._by_id.values()] == [{}], "no step is due for its passes"
     assert handle.loss_scale == before[1]
     assert handle.summary().rows == before[2]
     assert len(handle.history) == 1
