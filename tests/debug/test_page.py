@@ -16,11 +16,12 @@ import matplotlib
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from clamp.cli import main
 from clamp.debug.memory_meter import KINDS
 from clamp.debug.page import sections
-from clamp.debug.page.figures import HELD, held_at, memory_timeline
+from clamp.debug.page.figures import HELD, _draw, held_at, memory_timeline
 from clamp.debug.page.ranges import shifted
 from clamp.debug.page.schema import BINS, Held
 from clamp.debug.page.sections import number, percent
@@ -311,6 +312,12 @@ def test_numbers_in_words() -> None:
     spans = (0.0031, 1.24, 200.0, 7500.0, float("inf"), float("nan"))
     assert [duration(x) for x in spans] == ["3.1 ms", "1.24 s", "3 min 20 s", "2 h 5 min", "—", "—"]
     assert [number(x).shown for x in (None, 12345, 0.000123456)] == ["—", "12,345", "0.0001235"]
+
+
+def test_loss_scale_and_norm_stand_over_the_same_steps() -> None:
+    figure = Figure()
+    _draw(figure, [{**step, "gradient_norm": None} for step in sample_run()["steps"]], [])
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
 
 
 def test_memory_is_drawn_op_by_op_to_its_peak() -> None:
