@@ -499,6 +499,8 @@ def test_signatures_are_apexs() -> None:
         "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity",
         "min_loss_scale", "max_loss_scale",
     ]  # fmt: skip
+    defaults = [one.default for one in inspect.signature(amp.initialize).parameters.values()][1:14]
+    assert defaults == [None, True, "O1", *[None] * 6, 1, 1, None, 2.0**24]
 
 
 def test_init_shows_a_verbose_line_for_each_real_cast(

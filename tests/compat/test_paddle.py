@@ -402,6 +402,7 @@ def test_masters_are_clipped_after_unscaling(queue: cl.CommandQueue) -> None:
 
 
 def test_settings() -> None:
+    assert GradScaler.set_incr_ratio.__doc__ == "Sets the factor by which the scale grows, above 1."
     scaler = GradScaler(use_dynamic_loss_scaling=False)
     assert not scaler.is_use_dynamic_loss_scaling()
     with pytest.raises(ValueError, match="scale must be a number, not"):
