@@ -106,8 +106,8 @@ class Places:
 
     def mutant(self, place: Place, rng: random.Random) -> Mutant | None:
         """One of the mutants of a place; None if it is the same program, or none."""
-        after = rng.choice(self._makers[place])()
-        with suppress(SyntaxError):
+        with suppress(SyntaxError, AttributeError):  # cosmic-ray replaces no `cl.Error` and no `*ERRORS` in an except
+            after = rng.choice(self._makers[place])()
             is_python = self.file.endswith(".py")
             if after is not None and not (is_python and ast.dump(ast.parse(after)) == ast.dump(ast.parse(self._text))):
                 return Mutant(self.file, place[0], self._text, after)
