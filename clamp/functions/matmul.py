@@ -22,7 +22,6 @@ from clamp.ops.reduce_to_shape import sum_to_shape
 from clamp.ops.shape import permute
 
 Shape = tuple[int, ...]
-Rows = tuple[int, int]
 
 
 @implements("netcl.autograd.matmul_op", "netcl.ops.matmul.matmul", uses=(gemm, permute))
@@ -73,35 +72,33 @@ def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape 
     return bound(out, gradients, op_name, tape)
 
 
-def _forward(x: Operand, w: Operand, rows: Rows | None = None, **epilogue: Any) -> Tensor:
+def _forward(x: Operand, w: Operand, is_flat: bool = False, **epilogue: Any) -> Tensor:
     """x @ w. A small product rounds what is float32 as it reads it, and makes a weight's 16-bit copy by the way: there
     is no cast before it.
 
     Args:
-        rows: the shape in which x is read.
+        is_flat: whether all leading dimensions of x are rows of one product.
     """
     # Of a weight on the left only a cast makes the copy; backward is to find what it was in this forward.
     a, b, dtype = x.value if isinstance(x, WeightOperand) else x.source, w.source, w.dtype
     if (a.dtype != dtype or b.dtype != dtype) and x.dtype == dtype and rounds_as_it_reads(a, b, dtype):
         late = w if isinstance(w, WeightOperand) and b.dtype != dtype else None
         copy = bridge.empty(b.queue, b.shape, dtype) if late is not None else None
-        out = gemm(a if rows is None else _flat(a, rows), b, reads=dtype, b_copy=copy, **epilogue)
+        out = gemm(_flat(a) if is_flat else a, b, reads=dtype, b_copy=copy, **epilogue)
         if late is not None and copy is not None:
             late.was_made(copy)
         return out
-    return _times(x.value if rows is None else _flat(x.value, rows), w, **epilogue)
+    return _times(_flat(x.value) if is_flat else x.value, w, **epilogue)
 
 
-def _grad_of_right(grad: Tensor, x: Operand, w: Operand, rows: Rows | None = None) -> Tensor:
+def _grad_of_right(grad: Tensor, x: Operand, w: Operand, is_flat: bool = False) -> Tensor:
     """The gradient of w; as it does in the forward, a small product rounds x as it reads it."""
-    a, reads = x.source, None
-    if rows is not None:
-        a = _flat(a, rows)
+    a, reads = _flat(x.source) if is_flat else x.source, None
     if a.dtype != x.dtype:
         if grad.dtype == x.dtype and rounds_as_it_reads(a, grad, x.dtype, transpose_a=True):
             reads = x.dtype
         else:
-            a = x.value if rows is None else _flat(x.value, rows)
+            a = _flat(x.value) if is_flat else x.value
     return gemm(a, grad, transpose_a=True, out_dtype=w.grad_dtype, reads=reads)
 
 
@@ -130,19 +127,20 @@ def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
 
 def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
     """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
-    rows = (-1, x.shape[-1])
     dtype, shape = casting.result_dtype(x, w), (*x.shape[:-1], w.shape[1])
-    out = computed(lambda: bridge.view(_forward(x, w, rows, out_dtype=dtype), shape), x.parent.value, shape, dtype)
+    out = computed(
+        lambda: bridge.view(_forward(x, w, is_flat=True, out_dtype=dtype), shape), x.parent.value, shape, dtype
+    )
 
     gradients: Gradients = {
         x: lambda grad: bridge.view(_times(grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape),
-        w: lambda grad: _grad_of_right(grad, x, w, rows),
+        w: lambda grad: _grad_of_right(grad, x, w, is_flat=True),
     }
-    return bound(out, gradients, "matmul", tape, first=lambda grad: _flat(grad, (-1, w.shape[1])))
+    return bound(out, gradients, "matmul", tape, first=_flat)
 
 
-def _flat(tensor: Tensor, shape: Rows) -> Tensor:
-    return bridge.view(tensor, (prod(tensor.shape[:-1]), shape[1]))
+def _flat(tensor: Tensor) -> Tensor:
+    return bridge.view(tensor, (prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 @implements("netcl.autograd.linear_relu", uses=(gemm, elementwise, sum_to_shape))
