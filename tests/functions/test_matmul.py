@@ -8,6 +8,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
+from clamp import amp
 from clamp.bridge import Parameter, Tape
 from clamp.casting.policies import Half
 from clamp.casting.registry import OWNED
@@ -49,12 +50,15 @@ def test_backward_uses_the_weight_that_forward_read(queue: cl.CommandQueue, dtyp
     np.testing.assert_array_equal(to_numpy(x.value.grad), np.full((4, 4), 8.0))
 
 
-def test_netcl_takes_the_same_shapes(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("ours", [False, True])
+def test_netcl_takes_the_same_shapes(queue: cl.CommandQueue, ours: bool) -> None:
     from netcl import autograd as ag
 
     for shape_a, shape_b in (((5, 7), (7, 3)), ((2, 2, 3, 7), (7, 5)), ((3, 7), (4, 7, 5)), ((4, 3, 7), (4, 7, 5))):
         a, b = np.ones(shape_a), np.ones(shape_b)
-        assert tuple(ag.matmul_op(leaf(queue, a), leaf(queue, b)).shape) == (a @ b).shape
+        with amp.autocast(enabled=ours):
+            product = ag.matmul_op(leaf(queue, a), leaf(queue, b))
+        np.testing.assert_array_equal(to_numpy(product.value), a @ b)
 
 
 def test_a_weight_used_twice_gets_both_gradients_in_fp32(queue: cl.CommandQueue) -> None:
