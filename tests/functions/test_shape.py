@@ -64,3 +64,8 @@ def test_integers_are_moved_too(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(F.permute(Match(), x, (1, 0)).to_host(), host.T)
     np.testing.assert_array_equal(F.reshape(Match(), x, (3, 2)).to_host(), host.reshape(3, 2))
     np.testing.assert_array_equal(F.tensor_transpose2d(Match(), x).to_host(), host.T)
+
+
+def test_what_is_empty_has_any_empty_shape(queue: cl.CommandQueue) -> None:
+    nothing = to_device(queue, np.empty((0, 3)))
+    assert [tuple(F.reshape(Match(), nothing, shape).shape) for shape in ((3, 0), (0,))] == [(3, 0), (0,)]
