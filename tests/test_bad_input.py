@@ -69,23 +69,6 @@ def test_mixed_queues(queue: cl.CommandQueue) -> None:
             function(amp.cast(a, "float16"), amp.cast(b, "float16"))
 
 
-def test_shapes(queue: cl.CommandQueue) -> None:
-    def node(*shape: int) -> object:
-        return ag.tensor(to_device(queue, np.ones(shape)))
-
-    for function, shapes in (
-        (ag.matmul_op, ((2, 3), (4, 5))),
-        (ag.matmul_op, ((3,), (3, 5))),
-        (ag.bmm, ((2, 3, 4), (3, 4, 5))),
-        (ag.linear_relu, ((2, 3), (4, 5))),
-        (ag.add, ((2, 3), (4, 3))),
-        (ag.mse_loss, ((2, 3), (3, 2))),
-        (ag.bias_add, ((2, 3), (4,))),
-    ):
-        with pytest.raises(ValueError, match=r"\d"):
-            function(*(node(*shape) for shape in shapes))
-
-
 @dataclass(frozen=True)
 class Given:
     """A tuple that is passed as it is."""
@@ -99,6 +82,11 @@ def _refusals() -> list[Any]:
         ("stack", ([(2, 3), (2, 4)],), ValueError, r"^stack: the tensors must have one shape, got .*\(2, 4\); cat"),
         ("stack", ([(2, 3)], 3), ValueError, r"^stack: axis 3 .* 3 dimensions"),
         ("cat", ([(2, 3), (2, 3)], 4), ValueError, "^cat: axis 4"),
+        ("matmul_op", ((2, 3), (4, 5)), ValueError, r"^matmul.*\(2, 3\).*\(4, 5\)"),
+        ("matmul_op", ((3,), (3, 5)), ValueError, r"^matmul.*\(3,\)"),
+        ("bmm", ((2, 3, 4), (3, 4, 5)), ValueError, r"^bmm.*\(2, 3, 4\)"),
+        ("add", ((2, 3), (4, 3)), ValueError, r"^add: the shapes \(2, 3\)"),
+        ("mse_loss", ((2, 3), (3, 2)), ValueError, r"^mse_loss: pred has shape \(2, 3\)"),
         ("linear_relu", ((2, 3), (3, 4), (5,)), ValueError, r"^linear_relu: the bias has shape \(5,\).*\(4,\)"),
         ("linear_relu", ((2, 3), (4, 5)), ValueError, r"^linear_relu: .*3 columns against 4 rows"),
         ("sum", ((2, 3, 4), Given((0, 2))), TypeError, r"^sum: axis is \(0, 2\).*one axis after the other"),
@@ -298,8 +286,6 @@ def test_banned_functions_are_so_however_amp_is_turned_on(
 
 def test_banned(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     p, t = (ag.tensor(to_device(queue, np.full((2, 2), 0.5))) for _ in range(2))
-    with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
-        ag.binary_cross_entropy(p, t)
     handle.shutdown()
     with amp.init(allow_banned=True):
         loss = ag.binary_cross_entropy(amp.cast(p, "float16"), t)

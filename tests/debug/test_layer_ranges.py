@@ -260,14 +260,6 @@ def test_in_float32_a_scale_for_float16_is_told(queue: cl.CommandQueue, dtype: s
     assert ("suggested for float16" in str(ranges)) == bool(words)
 
 
-def test_a_step_without_ops_is_refused(queue: cl.CommandQueue) -> None:
-    _, handle, _ = run(queue)
-    with pytest.raises(ValueError, match="no op of this step was seen"):
-        handle.ranges(lambda: None)
-    with pytest.raises(ValueError, match="there are no rows"):
-        LayerRanges([], 1.0, "float16").draw("x.svg")
-
-
 def test_what_shows_the_memory_of_another_takes_no_row(queue: cl.CommandQueue) -> None:
     x = Parameter.from_host(queue, np.ones((4, 6), np.float32))
     handle = amp.init(loss_scale=SCALE)
