@@ -75,8 +75,6 @@ def test_every_api_speaks_bfloat16(queue: cl.CommandQueue, handle: amp.AmpHandle
     assert seen(x) == "bfloat16"
     assert amp.get_autocast_dtype() == "bfloat16"
     assert amp.cast(x, "bfloat16").value.dtype == "bfloat16"
-    assert amp.is_bfloat16_supported(queue)
-    assert "bfloat16" in amp.get_amp_supported_dtype(queue)
     half = amp.cast(x, "float16")
     assert ag.add(half, amp.cast(x, "bfloat16")).value.dtype == "float32"  # neither holds the other
     with handle.disable_casts():

@@ -296,38 +296,6 @@ def test_backward_of_a_node_without_amp_lines(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(x.grad.to_host(), [2.0, 4.0])
 
 
-def test_disable_casts_and_autocast_islands(queue: cl.CommandQueue) -> None:
-    a, b = (ag.tensor(to_device(queue, np.ones((4, 4)))) for _ in range(2))
-    handle = amp.init()
-    assert ag.matmul_op(a, b).value.dtype == "float16"
-    with handle.disable_casts():
-        assert ag.matmul_op(a, b).value.dtype == "float32"
-        half = ag.matmul_op(amp.cast(a, "float16"), amp.cast(b, "float16"))
-        assert half.value.dtype == "float16"
-        np.testing.assert_array_equal(to_numpy(half.value), np.full((4, 4), 4.0))
-        with amp.autocast(dtype="bfloat16"):
-            assert ag.matmul_op(a, b).value.dtype == "bfloat16"
-            assert amp.get_autocast_dtype() == "bfloat16"
-    with amp.autocast(enabled=False):
-        assert not amp.is_autocast_enabled()
-        assert ag.matmul_op(a, b).value.dtype == "float32"
-    assert amp.is_autocast_enabled()
-
-
-def test_autocast_without_init(queue: cl.CommandQueue) -> None:
-    a, b = (ag.tensor(to_device(queue, np.ones((4, 4)))) for _ in range(2))
-
-    @amp.autocast()
-    def product() -> Node:
-        return ag.matmul_op(a, b)
-
-    assert product().value.dtype == "float16"
-    assert ag.matmul_op(a, b).value.dtype == "float32"
-    assert not amp.is_autocast_enabled()
-    amp.init().shutdown()
-    assert ag.matmul_op(a, b).value.dtype == "float32"
-
-
 def test_state_dict_continues_the_scale(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
     optimizer = SGD(model.parameters(), lr=1e-4)
@@ -374,22 +342,6 @@ def test_netcls_numpy_backend_is_left_alone_and_said_so_once() -> None:
             step(handle, model, optimizer, (x, y))
         step(handle, model, optimizer, (x, y))
     assert not any(np.array_equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
-
-
-def test_init_reaches_every_thread_and_regions_only_their_own(queue: cl.CommandQueue) -> None:
-    a = ag.tensor(to_device(queue, np.eye(4)))
-
-    def product_dtype() -> str:
-        return str(ag.matmul_op(a, a).value.dtype)
-
-    with ThreadPoolExecutor(1) as pool, amp.init() as handle:
-        assert pool.submit(product_dtype).result() == "float16"
-        with handle.disable_casts():
-            assert product_dtype() == "float32"
-            assert pool.submit(product_dtype).result() == "float16"
-        with amp.autocast(dtype="bfloat16"):
-            assert product_dtype() == "bfloat16"
-            assert pool.submit(product_dtype).result() == "float16"
 
 
 #: a thread and another, in turns: `n` enters a no_grad() and `N` leaves it, `m` and `M` those of the other one; `i` and

@@ -53,8 +53,9 @@ REGIONS: dict[str, tuple[Callable[[str], Any], Callable[[], Any]]] = {
     "pytorch": (lambda dtype: amp.autocast(dtype=dtype), lambda: amp.autocast(enabled=False)),
     "paddle": (lambda dtype: amp.auto_cast(dtype=dtype), lambda: amp.auto_cast(enable=False)),
     "netcl": (lambda dtype: netcl_autocast(), lambda: netcl_autocast(enabled=False)),
+    "apex": (lambda dtype: amp.autocast(dtype=dtype), lambda: session.active_handle().disable_casts()),  # type: ignore[union-attr]
 }
-DOORS = [*itertools.product(["pytorch", "paddle"], [False, True]), ("netcl", True)]
+DOORS = [*itertools.product(["pytorch", "paddle"], [False, True]), ("netcl", True), ("apex", True)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -305,10 +306,6 @@ def test_an_unsupported_dtype_warns_and_disables(x: Node) -> None:
     with region:
         assert not amp.is_autocast_enabled()
         assert product(x) == "float32"
-
-
-def test_supported_dtypes(queue: cl.CommandQueue) -> None:
-    assert amp.get_amp_supported_dtype(queue) == ["float16", "bfloat16"]
 
 
 # ---------------------------------------------------------------------------------------------- custom functions

@@ -414,13 +414,6 @@ def test_settings() -> None:
 # ---------------------------------------------------------------------------------------------- devices
 
 
-def test_what_a_device_supports(queue: cl.CommandQueue) -> None:
-    assert amp.is_float16_supported(queue)
-    assert amp.is_bfloat16_supported(queue)
-    assert not amp.is_float16_supported(CPUQueue())
-    assert not amp.is_bfloat16_supported(CPUQueue())
-
-
 def test_a_warning_once_where_nothing_is_gained(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Linear(CPUQueue(), 4, 3)
     note_numpy_backend.cache_clear()

@@ -18,6 +18,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core.device import CPUQueue
 
 from clamp import amp
 from clamp.bridge import Tensor
@@ -164,6 +165,8 @@ def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
     assert amp.supports_fp16(queue)
     assert amp.is_bfloat16_supported(queue)
     assert amp.get_amp_supported_dtype(queue) == ["float16", "bfloat16"]
+    assert not amp.is_float16_supported(CPUQueue())
+    assert not amp.is_bfloat16_supported(CPUQueue())
 
 
 def test_a_context_that_is_gone_is_named(queue: cl.CommandQueue) -> None:
