@@ -296,26 +296,6 @@ def test_backward_of_a_node_without_amp_lines(queue: cl.CommandQueue) -> None:
     np.testing.assert_array_equal(x.grad.to_host(), [2.0, 4.0])
 
 
-def test_state_dict_continues_the_scale(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
-    optimizer = SGD(model.parameters(), lr=1e-4)
-    with amp.init() as handle:
-        for _ in range(5):
-            step(handle, model, optimizer, data)
-        step(handle, model, optimizer, (to_device(queue, np.full((4, 8), np.nan)), data[1]))
-        saved = amp.state_dict()
-    with amp.init() as handle:
-        amp.load_state_dict(saved)
-        assert handle.loss_scale == 2.0**15
-        assert amp.state_dict() == saved
-        with pytest.raises(RuntimeError, match="empty"):
-            amp.load_state_dict({})
-        with pytest.raises(ValueError, match="loss_scaler1"):
-            amp.load_state_dict({"loss_scaler1": saved["loss_scaler0"]})
-    with pytest.raises(RuntimeError, match="init"):
-        amp.state_dict()
-
-
 def test_tape_backward_with_retained_gradients(queue: cl.CommandQueue) -> None:
     model, data = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
     amp.init()

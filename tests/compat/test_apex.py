@@ -248,6 +248,8 @@ def test_without_initialize_scale_loss_names_it(queue: cl.CommandQueue) -> None:
     model = mlp(queue, 4, 4)
     with pytest.raises(RuntimeError, match=r"amp\.initialize\(model, optimizer"):
         amp.scale_loss(loss_of(model, batch(queue, 4, 4, 4)), SGD(model.parameters()))
+    with pytest.raises(RuntimeError, match="init"):
+        amp.state_dict()
 
 
 def test_verbosity(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,6 +479,7 @@ def test_a_state_that_is_malformed_changes_no_scaler(queue: cl.CommandQueue) -> 
         {**good, "loss_scaler1": 256.0},
         {**good, "model": {}},
         {"loss_scaler": good["loss_scaler0"]},
+        {"loss_scaler2": good["loss_scaler0"]},
     ):
         with pytest.raises(ValueError, match=r"."):
             amp.load_state_dict(bad)

@@ -182,6 +182,7 @@ def door(request: pytest.FixtureRequest) -> str:
 SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
     "it halves, and grows": ("pytorch paddle netcl", {"every": 2}, "X X . . .", [2.0**e for e in (15, 14, 14, 15, 15)]),
     "nan": ("pytorch paddle netcl", {}, "bnsU", [2.0**15]),
+    "it is update that moves it": ("pytorch paddle", {}, "bns U .", [2.0**16, 2.0**15, 2.0**15]),
     "other factors": ("pytorch paddle netcl", {"up": 4.0, "down": 0.25, "every": 1}, ". X", [2.0**18, 2.0**16]),
     "it stays finite": (
         "pytorch paddle", {"scale": 2.0**126, "every": 2}, ". . . . . .", [2.0**126, *[2.0**127] * 5]
