@@ -17,7 +17,7 @@ from netcl.optim import SGD, Adam, AdamW, RMSProp
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.handle import AmpHandle
-from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, weights_of
+from tests.networks import LOSS_FACTOR, batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import optimizer_state, plant
 
@@ -112,8 +112,7 @@ def test_o2_masters_keep_what_16_bits_lose_and_o3_does_not(queue: cl.CommandQueu
         for _ in range(40):  # every update is below half an ulp of 1 in float16
             optimizer.zero_grad()
             loss = ag.sum(model(ag.tensor(to_device(queue, np.ones((2, 4))))))
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(amp, loss, optimizer)
             optimizer.step()
         (master,) = amp.master_params(optimizer)
         expected = 1 - 40 * 2 * 2.0**-14 if moves else 1.0
@@ -163,8 +162,7 @@ def test_parts_of_a_model_have_dtypes_of_their_own(
         x = layer(x)
         dtypes.append(x.value.dtype)
     assert dtypes == expected
-    with amp.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, loss_of(model, data), optimizer)
     optimizer.step()
     assert session.require_handle().last_step.scale == scale
 
@@ -323,8 +321,7 @@ def test_accumulation_with_delay_unscale_gives_the_sum(queue: cl.CommandQueue) -
     separate = []
     for data in batches:
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss_of(model, data), optimizer)
         separate.append([param.grad.to_host() for param in amp.master_params(optimizer)])
     optimizer.zero_grad()
     for data, delayed in zip(batches, (True, False), strict=True):
@@ -358,8 +355,7 @@ def test_parameters_added_later(queue: cl.CommandQueue, how: str, make: Any) -> 
     before = weights_of(head)
     for each in optimizers:
         each.zero_grad()
-    with amp.scale_loss(reconstruction(model, head, data), optimizers) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, reconstruction(model, head, data), optimizers)
     for key in ("_m_buf", "_v_buf"):
         if key in kept:
             assert list(optimizer_state(optimizer, queue)[key].values()) == list(kept[key].values())

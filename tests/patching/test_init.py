@@ -214,15 +214,6 @@ def test_a_tensor_of_the_hosts_values_is_as_without_amp(queue: cl.CommandQueue) 
     assert made() == without
 
 
-def test_a_function_kept_meanwhile_is_netcls_after_shutdown(queue: cl.CommandQueue) -> None:
-    handle = amp.init()
-    kept = ag.matmul_op
-    handle.shutdown()
-    a = ag.tensor(to_device(queue, [[1.0, 2.0]]))
-    b = ag.tensor(to_device(queue, [[3.0], [4.0]]))
-    assert kept(a, b).value.dtype == "float32"
-
-
 def test_what_a_user_replaced_meanwhile_is_left_alone() -> None:
     original = ag.relu
 
