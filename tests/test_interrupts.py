@@ -111,7 +111,6 @@ class _Pass:
         return False
 
 
-_LOSS: Any = _Pass()
 _OBSERVER: Observer = Observer()
 _SCALING: Any = SimpleNamespace(guards=SimpleNamespace(reports=SimpleNamespace(steps=0, tells=True)))
 _HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None))

@@ -18,18 +18,12 @@ from clamp import amp
 from clamp.bridge import Node, Parameter
 from clamp.debug.checker import device_name
 from clamp.debugging import DebugMode, TensorCheckerConfig, compare_accuracy
-from tests.debug.test_checker import nothing_is_left
+from tests.debug.test_checker import leaf, nothing_is_left
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device
 
 __all__ = ["nothing_is_left"]  # a fixture
 debugging = amp.debugging
-
-
-def leaf(queue: cl.CommandQueue, values: list[float]) -> Node:
-    tensor = to_device(queue, np.float32(values))
-    tensor.requires_grad = True
-    return ag.tensor(tensor, requires_grad=True)
 
 
 def power(queue: cl.CommandQueue) -> Node:

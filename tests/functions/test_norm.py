@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
@@ -19,10 +18,10 @@ from clamp.casting.operands import Casting
 from clamp.casting.policies import Float, Half, Match
 from clamp.casting.registry import OWNED
 from clamp.functions import norm as F
+from tests.conformance.norm import of_channels
 from tests.functions.operands import half, leaf
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
-Array = npt.NDArray[np.float64]
 RNG = np.random.default_rng(0)
 EPS = 2.0**-24
 SHAPE = (3, 4, 5, 3)
@@ -40,10 +39,6 @@ def parameters(queue: cl.CommandQueue, n: int, requires_grad: bool = True) -> tu
 
 def running(queue: cl.CommandQueue, channels: int) -> tuple[Tensor, Tensor]:
     return to_device(queue, np.zeros(channels)), to_device(queue, np.ones(channels))
-
-
-def of_channels(values: Array) -> Array:
-    return values.reshape(1, -1, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)

@@ -13,6 +13,7 @@ import pytest
 from clamp.opencl.device import capabilities
 from clamp.ops import launch, norm_planes, norm_rows, norm_sets
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation, Sets
+from tests.conformance.norm import of_channels
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -61,10 +62,6 @@ def norm_gradient(x: Array, h: Array, axis: int | tuple[int, ...], eps: float, c
 def slack_of(n: int, *terms: Array) -> float:
     """The bound for sums of n elements, for the largest terms there are."""
     return (16 + n) * EPS * sum(float(np.abs(term).max(initial=0)) for term in terms)
-
-
-def of_channels(values: Array) -> Array:
-    return values.reshape(1, -1, 1, 1)
 
 
 class Batch:

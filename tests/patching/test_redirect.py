@@ -253,7 +253,6 @@ HELD = {
     name: vars(ag)[name]
     for name in ("mse_loss", "cross_entropy", "hinge_loss", "sum", "l2_normalize", "swish", "dropout")
 }
-RNG = np.random.default_rng(0)
 
 
 def leaf(queue: cl.CommandQueue, values: Any, dtype: str) -> Any:

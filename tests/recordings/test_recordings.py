@@ -101,13 +101,12 @@ def assert_as_fresh(graph: Any, *inputs: Any) -> None:
         np.testing.assert_array_equal(result, expected)
 
 
-class Train(amp.Graph):
-    def __init__(self, model: Any, optimizer: Any, scaler: Any = None) -> None:
-        super().__init__()
+class Train(Clamps):
+    def __init__(self, model: Any, optimizer: Any, scaler: Any = None, dtype: str = "float16") -> None:
+        super().__init__(dtype)
         self.builds: list[int] = []
         self.model = model
         self.add_optimizer(optimizer)
-        self.config.enable_amp(True)
         if scaler is not None:
             self.set_grad_scaler(scaler)
 
