@@ -17,6 +17,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from clamp.functions import activations as functions
+from tests.conformance.activations import sigmoid
 from tests.functions.operands import half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -34,10 +35,6 @@ def stored(node: Node) -> Array:
 
 def backward(out: Node, grad: Any) -> None:
     Tape().backward(out, to_device(out.value.queue, grad, out.value.dtype))
-
-
-def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
 
 
 def points(shape: tuple[int, ...] = (5, 7), seed: int = 0) -> Array:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from clamp.ops import elementwise as module
 from clamp.ops.dropout import dropout
 from clamp.ops.elementwise import OPS, elementwise
+from tests.conformance.activations import sigmoid
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -23,10 +24,6 @@ Array = np.ndarray[Any, Any]
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 _K = math.sqrt(2 / math.pi)
-
-
-def sigmoid(x: Array) -> Array:
-    return np.where(x < 0, np.exp(-np.abs(x)), 1.0) / (1 + np.exp(-np.abs(x)))
 
 
 def sigmoid_slope(x: Array) -> Array:

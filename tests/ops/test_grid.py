@@ -10,6 +10,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.ops import grid as ops
+from tests.conformance.spatial import coordinates
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
@@ -139,13 +140,6 @@ def test_gradients_repeat_bit_for_bit(queue: cl.CommandQueue) -> None:
     runs = [to_numpy(ops.grid_sample_backward_input(g, grid, (2, 3, 4, 5), out_dtype="float32")) for _ in range(3)]
     np.testing.assert_array_equal(runs[0], runs[1])
     np.testing.assert_array_equal(runs[0], runs[2])
-
-
-def coordinates(size: int, align: bool) -> Array:
-    i = np.arange(size)
-    if align:
-        return 2 * i / (size - 1) - 1 if size > 1 else np.zeros(1)
-    return (2 * i + 1) / size - 1
 
 
 @pytest.mark.parametrize("align", [False, True])
