@@ -57,7 +57,8 @@ def slots_for(queue: cl.CommandQueue, count: int, pointers: int, other_bytes: in
 
 def macros_of(queue: cl.CommandQueue) -> dict[str, object]:
     """Macros by which the queue's device goes through tensors element by element (kernels/slots.clh, pieces.clh)."""
-    return {"PIECES": pieces_for(queue), "STREAMS": capabilities(queue).streams}
+    device = capabilities(queue)
+    return {"PIECES": pieces_for(queue), **({"STREAMS": device.streams} if device.is_cpu else {})}
 
 
 def require_readable(function: str, tensors: Sequence[Tensor]) -> None:
