@@ -91,6 +91,9 @@ class uninterrupted:
         self._handlers[number](number, frame)
 
 
+_AGAIN = "this was in a `with` already: make another one for each"
+
+
 class Managed(Generic[T]):
     """A generator for a ``with``, as contextlib's, which is closed wherever Ctrl-C comes.
 
@@ -100,20 +103,24 @@ class Managed(Generic[T]):
     """
 
     def __init__(self, generator: Iterator[T]) -> None:
-        self._generator = generator
+        # A `with` asks for both, in this order; from Python 3.14 on in the other one.
+        self._to_enter, self._generator = weakref.ref(generator), generator
 
     class _Enter:
         def __get__(self, managed: Any, kind: type) -> Any:
             if managed is None:  # an ExitStack asks the class
                 return lambda managed: next(managed._generator)
-            if "_generator" not in vars(managed):
-                raise RuntimeError("this was in a `with` already: make another one for each")
-            return managed._generator.__next__  # in C, where no interrupt comes between its end and the body
+            generator = vars(managed).pop("_to_enter", lambda: None)()
+            if generator is None:
+                raise RuntimeError(_AGAIN)
+            return generator.__next__  # in C, where no interrupt comes between its end and the body
 
     class _Exit:
         def __get__(self, managed: Any, kind: type) -> Any:
             if managed is None:
                 return lambda managed, *exception: _leave(lambda: managed._generator, *exception)
+            if "_generator" not in vars(managed):
+                raise RuntimeError(_AGAIN)
             generator = vars(managed).pop("_generator")
             leave = partial(_leave, weakref.ref(generator))
             vars(leave)["generator"] = generator  # held by what only the `with` holds, and not by the frame of _leave

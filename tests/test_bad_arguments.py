@@ -342,7 +342,26 @@ def test_an_array_left_of_a_bare_tensor_is_refused(queue: cl.CommandQueue) -> No
                 operator(array, x)
         np.testing.assert_array_equal((array.max() * x).to_host(), array)
         np.testing.assert_array_equal(np.add(x, x).to_host(), np.full((2, 2), 2.0))
+        with pytest.raises(TypeError, match="would ask whether the whole tensor is true"):
+            np.sign(x)
     assert not hasattr(Tensor, "__array_ufunc__")
+
+
+@pytest.mark.parametrize("function", [np.maximum, np.fmin, np.logical_and], ids=lambda x: x.__name__)
+def test_numpys_functions_that_ask_for_truth_are_refused(queue: cl.CommandQueue, function: Any) -> None:
+    """They would give one of the two as it is, whatever its elements are."""
+    with amp.init():
+        x = ag.tensor(to_device(queue, np.array([-1.0, 3.0])), requires_grad=True)
+        for given in ((x, 0.0), (0.0, x), (x, x)):
+            with pytest.raises(TypeError, match=f"numpy.{function.__name__} would ask whether the whole node is true"):
+                function(*given)
+        np.testing.assert_array_equal((np.float32(2) > x).value.to_host(), [1, 0])
+
+
+def test_nodes_as_indices_are_shown_without_their_graphs(queue: cl.CommandQueue) -> None:
+    x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
+    with amp.init(), pytest.raises(TypeError, match=r"\[<Node of shape \(2, 3\), float32>.* whole numbers"):
+        ag.index_select(x, 0, [x, x])
 
 
 @pytest.mark.parametrize("name", ["index_select", "gather", "index_add"])

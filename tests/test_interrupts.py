@@ -102,7 +102,7 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "gradients noted": _inside(noting_reached),
     "gradients held": _inside(noting_held),
     "a step by a GradScaler": _inside(lambda: PassScaling.stepped_with(_HANDLE, _SCALING, object())),
-    "no tape": _inside(bridge.off_tape),
+    "no tape": _inside(lambda: bridge.on_tape(None)),
 }
 
 
@@ -195,6 +195,24 @@ def test_a_context_manager_is_as_contextlibs() -> None:
     used = _noting(notes)
     with used, pytest.raises(RuntimeError, match="make another one"), used:
         pass
+
+
+@pytest.mark.parametrize("make", [lambda: in_region(_REGION), amp.autocast])
+def test_a_with_may_ask_for_its_end_first(make: Callable[[], Any]) -> None:
+    """As that of Python 3.14 does; and whoever asks whether it has one changes nothing."""
+    before, region = regions.current_region(), make()
+    for _ in range(2 if make is amp.autocast else 1):  # which may be used again
+        leave = region.__exit__
+        region.__enter__()
+        assert regions.current_region() is not before
+        leave(None, None, None)
+        assert regions.current_region() is before
+    if make is amp.autocast:
+        assert hasattr(region, "__exit__")
+        with region:
+            assert regions.current_region() is not before
+        assert hasattr(region, "__exit__")
+        assert regions.current_region() is before
 
 
 def test_clamp_has_no_context_managers_of_contextlibs() -> None:

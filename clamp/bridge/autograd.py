@@ -16,7 +16,7 @@ from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
-from clamp.interrupts import contextmanager, holding
+from clamp.interrupts import contextmanager
 
 TensorLike: TypeAlias = Node | Tensor
 
@@ -184,20 +184,23 @@ def detects_anomalies() -> bool:
 
 
 def without_anomaly_checks(call: Callable[[], Any]) -> Any:
-    """Makes a call, in which netcl's engine looks for no inf and NaN, and returns what it does."""
-    with holding(engine, "_detect_anomaly", False):
+    """Makes a call, in which netcl's engine looks for no inf and NaN, as it did before, and returns what it does."""
+    try:
+        engine._detect_anomaly = False  # of all threads, of which another may be here as well
         return call()
+    finally:
+        engine._detect_anomaly = True
 
 
 @contextmanager
-def off_tape() -> Iterator[None]:
-    """Inside the ``with``, the tape around takes no nodes: what is computed lives as long as it is held."""
-    tape = engine.get_current_tape()
+def on_tape(tape: Tape | None) -> Iterator[None]:
+    """Inside the ``with``, nodes go to this tape; None: to none, and what is computed lives as long as it is held."""
+    around = engine.get_current_tape()
     try:
-        engine.set_current_tape(None)
+        engine.set_current_tape(tape)
         yield
     finally:
-        engine.set_current_tape(tape)
+        engine.set_current_tape(around)
 
 
 @contextmanager

@@ -53,15 +53,24 @@ class ThreadRegion:
         def __get__(self, region: Any, kind: type) -> Any:
             if region is None:
                 return lambda region: region.__enter__()
+            here = vars(region._entered)
+            generator = here.pop("to_enter", lambda: None)()
+            if generator is not None:
+                return generator.__next__
             opened = region._opened()
-            vars(region._entered).setdefault("opened", []).append(opened)
+            here.setdefault("opened", []).append(opened)
             return opened.__enter__
 
     class _Exit:
         def __get__(self, region: Any, kind: type) -> Any:
             if region is None:
                 return lambda region, *exception: region.__exit__(*exception)
-            return region._entered.opened.pop().__exit__
+            here = vars(region._entered)
+            if here.get("opened"):
+                return here["opened"].pop().__exit__
+            opened = region._opened()  # from Python 3.14 on a `with` asks for this first
+            here["to_enter"] = opened._to_enter
+            return opened.__exit__
 
     __enter__, __exit__ = _Enter(), _Exit()
 

@@ -94,7 +94,7 @@ class Float32Reference:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
         self._calling, self._found = sys._getframe(), []
         try:
-            with bridge.off_tape(), forward_again(), casting_in(call.region):
+            with bridge.on_tape(None), forward_again(), casting_in(call.region):
                 call.run(*call.copied(copy))
         except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
             return []
@@ -232,7 +232,7 @@ def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
         return copy_of(Node(value=other, requires_grad=True) if isinstance(x, Node) else other)
 
     try:
-        with unrecorded(), untold(), bridge.off_tape(), casting_in(call.region):
+        with unrecorded(), untold(), bridge.on_tape(None), casting_in(call.region):
             return _tensors(call.run(*call.copied(copy)))
     except Exception:  # a function that takes more than tensors, a user's kernel that reads 16 bits only
         return None

@@ -20,7 +20,7 @@ from clamp.casting.policies import Match
 from clamp.casting.registry import implements
 from clamp.ops import concat
 from clamp.ops import indexing as ops
-from clamp.ops.arguments import axis_of, whole_number
+from clamp.ops.arguments import axis_of, shown, whole_number
 from clamp.ops.cast import cast
 
 _PICKED, _LARGEST = (ops.PICK, concat, cast), (ops.TOPK_HEAP,)  # not all of its kernels
@@ -70,7 +70,7 @@ def host_integers(name: str, numbers: Any) -> Any:
             whole = given.astype(np.int64)
     except (TypeError, ValueError) as error:
         if numbers is None or isinstance(numbers, str | bytes | list | tuple | dict | np.ndarray):
-            raise TypeError(f"{name} was given {numbers!r:.80} where it takes whole numbers") from error
+            raise TypeError(f"{name} was given {shown(numbers)} where it takes whole numbers") from error
         raise NotOwned from None  # a tracer's value: netcl's own function judges
     if given.dtype.kind in "fu" and (wrong := given[given != whole]).size:
         raise ValueError(f"{name}: indices and class labels must be whole numbers that int64 holds, got {wrong[0]}")

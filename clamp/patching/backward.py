@@ -262,7 +262,7 @@ def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: An
     their operators. Of an array and a node numpy would make an array of nodes, and of a comparison one of True.
 
     Raises:
-        TypeError: an array stands beside the node, or the tensor.
+        TypeError: an array stands beside the node, or the tensor; or the function asks whether one is true.
     """
     for x in given:
         if isinstance(x, np.ndarray) and x.ndim and x.dtype != object:
@@ -272,7 +272,19 @@ def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: An
                 f"numpy.{function.__name__} was given a numpy array where the other is a "
                 f"{'node' if is_node else 'tensor'}: pass {instead}"
             )
+    if function.__name__ in _BY_TRUTH:
+        raise TypeError(
+            f"numpy.{function.__name__} would ask whether the whole {'node' if isinstance(self, Node) else 'tensor'} "
+            "is true, and not each element: use netcl's own function, ag.maximum or ag.clamp say"
+        )
+    if function.__name__ in _COMPARING:
+        options.setdefault("dtype", object)  # else numpy asks whether the node of the result is true
     return getattr(function, method)(*map(_number_or_object, given), **options)
+
+
+_COMPARING = frozenset({"greater", "greater_equal", "less", "less_equal"})
+_BY_TRUTH = frozenset({"maximum", "minimum", "fmax", "fmin", "clip", "sign"})
+_BY_TRUTH |= {"logical_and", "logical_or", "logical_xor", "logical_not"}
 
 
 def _number_or_object(x: Any) -> Any:

@@ -5,6 +5,8 @@ docs/netcl-defects.md has the layers, each with a minimal example.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from netcl.nn import layers
 from netcl.ops import elementwise
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, TensorLike
+from clamp.bridge import HALF_DTYPES, Node, Tape, TensorLike
 from clamp.bridge.netcl_functions import is_netcls
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
@@ -208,8 +210,27 @@ def min_sync(wrapped: Any, instance: None, /, context: cl.Context, queue: cl.Com
 
 # ---------------------------------------------------------------------------------- netcl's compiler
 
-#: Ops for which its kernels compute something else: no relu; the approximation, whichever is asked for; no sum.
-_MISTRANSLATED = frozenset({"add_relu", "gelu", "weighted_bce", "weighted_smooth_l1"})
+
+@meets("netcl.autograd.compiler.jit_compile")
+def jit_compile(wrapped: Any, instance: None, /, fn: Callable[..., Any]) -> Any:
+    """A function to be fused runs as it is, op by op: netcl's kernels read 16-bit inputs as float, compute some ops
+    wrong, and know neither arguments by name nor what the function reads outside."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, tape: Tape | None = None, **kwargs: Any) -> Any:
+        if tape is None:
+            return fn(*args, **kwargs)
+        named = {"tape": tape} if "tape" in inspect.signature(fn).parameters else {}
+        with bridge.on_tape(tape):
+            return fn(*args, **named, **kwargs)
+
+    return run
+
+
+#: Ops for which its kernels compute something else: no relu; the approximation, whichever is asked for; no sum; inf
+#: from 89 on, and no digits near 0; a number for NaN.
+_MISTRANSLATED = frozenset({"add_relu", "gelu", "weighted_bce", "weighted_smooth_l1", "softplus", "log1p", "relu"})
+_MISTRANSLATED |= {f"{name}{of}" for name in ("maximum", "minimum") for of in ("", "_scalar_left", "_scalar_right")}
 
 
 @replaces("netcl.autograd.compiler._PRIMITIVES")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from functools import partial
 from typing import Any
 
@@ -187,6 +187,7 @@ def update_average(wrapped: Any, instance: Any, /) -> Any:
     "netcl.evo.population.ParamLayout.from_module",
     "netcl.evo.population.Population.load_into",
     "netcl.evo.population.Population.store_from",
+    "netcl.io.checkpoint._copy_array_to_tensor",
     "netcl.io.checkpoint.save_params",
     "netcl.io.checkpoint.load_params",
     "netcl.io.interop.model_state_dict",
@@ -201,6 +202,7 @@ def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any
     """A function of netcl's that fills, copies, averages or saves parameters: of 16-bit ones it reads and writes the
     masters. (Most would copy four bytes for each element, whatever its dtype, or refuse.) Threads take turns: netcl's
     kernel of averages is one for all of them, and one would launch it with the arguments of another."""
+    args, kwargs = tuple(map(_listed, args)), {name: _listed(x) for name, x in kwargs.items()}
     params = tensors_in((args, kwargs))
     for x in (*args, *kwargs.values()):
         params += x.parameters() if hasattr(x, "parameters") else []
@@ -208,6 +210,11 @@ def in_masters(wrapped: Any, instance: Any, /, *args: Any, **kwargs: Any) -> Any
         params += getattr(instance, name, ())
     with _averaging, masters.showing_masters(params, load=True):
         return wrapped(*args, **kwargs)
+
+
+def _listed(x: Any) -> Any:
+    """A list of what an iterator, or the values of a dict, would give; anything else as it is."""
+    return list(x) if isinstance(x, Iterator | ValuesView) else x
 
 
 # ---------------------------------------------------------------------------------------------------- clipping

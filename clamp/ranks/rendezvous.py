@@ -116,15 +116,14 @@ class Meeting:
     def whole(self) -> Iterator[None]:
         """Around a header and the messages that follow it, for which the others wait: Ctrl-C comes after the last one.
         A second one, which does not wait, ends the job: nothing else would reach them."""
-        is_whole = False
-        try:
-            with uninterrupted():
+        with uninterrupted():
+            try:
                 yield
-                is_whole = True
-        except BaseException as error:
-            if not is_whole and not isinstance(error, Exception):
+            except Exception:  # an error, of which ``one_pass`` tells the others
+                raise
+            except BaseException:
                 self._abort("was interrupted in the middle of a message that the others wait for; the job is ended")
-            raise
+                raise
 
     def _abort(self, why: str) -> None:
         sys.stderr.write(f"clamp: rank {self._comm.rank} {why}\n")

@@ -92,12 +92,12 @@ class Arguments:
                 yield from self._parts(item, f"{where}[{index}]")
         elif isinstance(x, dict):
             items = dict(x).items()  # another thread may add to it meanwhile
-            yield f"the keys of {where}", (type(x), tuple(constant_of(key) for key, _ in items))
+            yield f"the keys of {where}", (type(x), tuple(_constant(key) for key, _ in items))
             for key, item in items:
                 yield from self._parts(item, f"{where}[{key!r}]")
         else:
             self.others[where] = x
-            yield where, constant_of(x)
+            yield where, _constant(x)
 
     def _tensor(self, x: Tensor, where: str, passed: Node | Tensor) -> KeyPart:
         if not bridge.on_device(x):
@@ -127,17 +127,17 @@ class _Same:
         return id(self._x)
 
 
-def constant_of(x: Any) -> Hashable:
+def _constant(x: Any) -> Hashable:
     """Tells constants apart: ``1``, ``1.0`` and ``True`` are three, ``0.0`` and ``-0.0`` two, and nan is one. An object
     of a user's class is itself alone: its ``==`` may leave out what the function reads."""
     if isinstance(x, PLAIN):
         return type(x), repr(x)
     if isinstance(x, slice):
-        return slice, *map(constant_of, (x.start, x.stop, x.step))
+        return slice, *map(_constant, (x.start, x.stop, x.step))
     if isinstance(x, frozenset):
-        return frozenset, frozenset(map(constant_of, x))
+        return frozenset, frozenset(map(_constant, x))
     if isinstance(x, tuple):  # a key of a dict
-        return type(x), tuple(map(constant_of, x))
+        return type(x), tuple(map(_constant, x))
     return x if isinstance(x, _BY_VALUE) else _Same(x)
 
 

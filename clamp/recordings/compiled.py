@@ -1,40 +1,29 @@
-"""netcl's compiled passes: launches recorded once and replayed on other inputs' buffers; and its fused functions.
+"""netcl's compiled passes: launches recorded once and replayed on other inputs' buffers.
 
-``ForwardCompiler`` compiles a forward pass, ``CompiledGraph`` a training step or a part of one, ``jit_compile`` a chain
-of ops element by element into one kernel.
+``ForwardCompiler`` compiles a forward pass, ``CompiledGraph`` a training step or a part of one.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
-from netcl.autograd.compiler import TraceNode, get_primitive, get_tracing_context
-from netcl.autograd.engine import get_current_tape, set_current_tape
 from netcl.autograd.graph import CompiledGraph
 from netcl.runtime.capture import KernelCapture
 
 from clamp import bridge
-from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.policy_table import CastPolicy, Entry
-from clamp.interrupts import With, holding
+from clamp.bridge import Tensor
+from clamp.interrupts import With
 from clamp.ops.cast import cast
 from clamp.params import gradient_marks
 from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets
-from clamp.patching.wrap import netcl_wrapper
-from clamp.recordings.arguments import around, constant_of
+from clamp.recordings.arguments import around
 from clamp.recordings.capture import drop_if_running, recording_of, running_of
 from clamp.recordings.memory import dependencies_of
 from clamp.recordings.replay import ReplayPlan
-from clamp.recordings.watch import Watch
-from clamp.recordings.watched_state import SHARED_GENERATORS, is_same
-from clamp.scaling.step_report import warn_user
+from clamp.recordings.watched_state import is_same
 
 _MODES = ("training", "_training")
 
@@ -174,183 +163,3 @@ def replay_graph(wrapped: Any, instance: CompiledGraph, /, new_inputs: Iterable[
             'amp.init(), or pass amp.cast(x, "float32")'
         )
     wrapped(inputs)
-
-
-# ---------------------------------------------------------------------------------------------- fused functions
-
-_COMPILED = Entry("netcl.autograd.jit_compile", CastPolicy.FLOAT, "netcl compiles kernels of float.")
-_MOST_KERNELS = 32  # of one function
-_MOST_PLACES = 24  # that are looked at before each call: of more (a model's settings), it takes longer than its ops
-_LARGEST = float(np.finfo(np.float32).max)
-_ATTRIBUTES = {
-    "pow": {"exponent"},
-    "elu": {"alpha"},
-    "clamp": {"min_val", "max_val"},
-    "hardtanh": {"min_val", "max_val"},
-}
-
-
-@meets("netcl.autograd.compiler.jit_compile")
-def jit_compile(wrapped: Any, instance: None, /, fn: Callable[..., Any]) -> Any:
-    """netcl's compiler makes kernels that read every input as float: what it compiles gets 16-bit inputs widened."""
-    fused = FusedFunction(wrapped, fn)
-
-    @functools.wraps(fn)
-    def compiled(*args: Any, **kwargs: Any) -> Any:  # a function, as netcl's is: it may be a method, and copied
-        return widening(fused, None, args, kwargs)
-
-    widening = netcl_wrapper(_COMPILED, listed=False)
-    return compiled
-
-
-class _Fused(NamedTuple):
-    """The kernels for calls of one kind."""
-
-    watch: Watch  # what the function read on the host
-    run: Callable[..., Any]  # of netcl's compiler
-    read: list[int]  # which nodes among the arguments it reads
-
-
-class FusedFunction:
-    """A function that netcl's compiler fuses, or that runs as it is where that would compute something else.
-
-    netcl traces a function once for the shapes of its arguments. It leaves out arguments by name, takes other objects
-    for what they were, and what the function reads outside for constants, and gives a gradient of whatever is in the
-    memory to an argument that the function does not read. So it is given here what was traced, of the nodes that are
-    read alone, for each state of the host anew.
-
-    Args:
-        compile_function: netcl's ``jit_compile``.
-        function: of nodes and constants.
-    """
-
-    __wrapped__: Callable[..., Any]
-
-    def __init__(self, compile_function: Callable[..., Any], function: Callable[..., Any]) -> None:
-        self._compile = compile_function
-        self._kinds: dict[Hashable, list[_Fused]] = {}  # for each state of the host that there was
-        self._kernels = 0
-        self._runs_as_is = False
-        functools.update_wrapper(self, function)
-
-    def __call__(self, /, *args: Any, tape: Tape | None = None, **kwargs: Any) -> Any:
-        """Runs the function, fused if it can be.
-
-        Args:
-            tape: where its op, or ops, are recorded.
-        """
-        nodes: list[Node] = []
-        key = None if self._runs_as_is else _key_of(args, kwargs, nodes)
-        if key is None:
-            return self._as_is(args, kwargs, tape)
-        for fused in self._kinds.get(key, ()):
-            if fused.watch.holds():
-                break
-        else:
-            made = self._fuse(args, kwargs)
-            if made is None:
-                result = self._as_is(args, kwargs, tape)
-                self._runs_as_is = True  # unless it has raised
-                return result
-            self._kinds.setdefault(key, []).append(made)
-            fused = made
-        return fused.run(*[nodes[index] for index in fused.read], tape=tape)
-
-    def _fuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Fused | None:
-        """The kernels for calls like this one; None if it cannot be fused."""
-        if self._kernels == _MOST_KERNELS:
-            name = getattr(self, "__qualname__", "it")
-            warn_user(
-                f"jit_compile: {name} is compiled anew for call after call. It runs as it is instead, which is right "
-                "and slower: pass what changes from call to call as a node"
-            )
-            return None
-        objects = {f"args[{index}]": x for index, x in enumerate(args)} | kwargs
-        roots = {"it": self.__wrapped__, **{name: x for name, x in objects.items() if not isinstance(x, Node)}}
-        before, inputs = Watch({**SHARED_GENERATORS, **roots}, generators=True), list[TraceNode]()
-
-        def stand_in(x: Any) -> Any:
-            if not isinstance(x, Node):
-                return x
-            inputs.append(TraceNode("input", [], tuple(x.value.shape), x.value.dtype))
-            return Node(value=inputs[-1], requires_grad=x.requires_grad)
-
-        try:
-            with holding(get_tracing_context(), "active", True):
-                traced = self.__wrapped__(*map(stand_in, args), **{name: stand_in(x) for name, x in kwargs.items()})
-        except Exception:  # code that asks for more than a shape: it meets it again as it is
-            return None
-        read, watch = _inputs_of(traced, inputs), Watch(roots)
-        if read is None or watch.places > _MOST_PLACES or before.change(libraries=False):
-            return None
-        self._kernels += 1
-        return _Fused(watch, self._compile(lambda *_, **__: traced), read)
-
-    def _as_is(self, args: tuple[Any, ...], kwargs: dict[str, Any], tape: Tape | None) -> Any:
-        if tape is None:
-            return self.__wrapped__(*args, **kwargs)
-        outer = get_current_tape()
-        try:
-            set_current_tape(tape)
-            named = {"tape": tape} if "tape" in inspect.signature(self.__wrapped__).parameters else {}
-            return self.__wrapped__(*args, **kwargs, **named)
-        finally:
-            set_current_tape(outer)
-
-
-def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any], nodes: list[Node]) -> Hashable | None:
-    """Returns what kernels for a call depend on in its arguments, and adds their nodes to ``nodes``.
-
-    None if these are not what kernels of netcl's compiler read: some float32, on one queue. (A node that is being
-    traced has no tensor: the function is called in another one, and is fused with that.)
-    """
-    parts: list[Hashable] = [threading.get_ident(), *kwargs]  # a kernel has one thread's arguments
-    for x in (*args, *kwargs.values()) if kwargs else args:  # of every call: short
-        if not isinstance(x, Node):
-            parts.append(constant_of(x))
-            continue
-        value = x.value
-        if not isinstance(value, Tensor) or value.dtype != "float32" or 0 in value.shape:
-            return None
-        nodes.append(x)
-        parts.append((Node, value.shape))
-    value = nodes[0].value if nodes else None
-    if value is None or not bridge.on_device(value) or any(x.value.queue is not value.queue for x in nodes[1:]):
-        return None
-    return tuple(parts)
-
-
-def _inputs_of(traced: Any, inputs: Sequence[TraceNode]) -> list[int] | None:
-    """Numbers what of the inputs a traced result is computed from for netcl's compiler, and returns which these are;
-    None where its kernels would not compute that."""
-    if not isinstance(traced, Node) or not isinstance(traced.value, TraceNode) or traced.value in inputs:
-        return None
-    known: dict[int, TraceNode] = {}
-    left = [traced.value]
-    while left:
-        op = left.pop()
-        if id(op) not in known:
-            op.name = f"node_{len(known)}"  # netcl's, by its id, makes another source each time: none is found on disk
-            known[id(op)] = op
-            if not (op.op_name == "input" or _is_fusible(op)):
-                return None
-            left += op.inputs
-    read = [index for index, x in enumerate(inputs) if id(x) in known]
-    for place, index in enumerate(read):
-        inputs[index].attrs["index"] = place
-    return read
-
-
-def _is_fusible(op: TraceNode) -> bool:
-    """Returns whether netcl's compiler computes what an op does; its numbers are made such as OpenCL C reads."""
-    try:
-        arity = get_primitive(op.op_name).arity
-    except ValueError:
-        return False
-    needed = {"scalar"} if "_scalar" in op.op_name else _ATTRIBUTES.get(op.op_name, set())
-    for name in needed:
-        number = op.attrs.get(name)
-        if not isinstance(number, int | float) or not abs(number) <= _LARGEST:
-            return False
-        op.attrs[name] = float(number)
-    return arity in (None, len(op.inputs)) and all(isinstance(x, TraceNode) for x in op.inputs)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from types import FunctionType, MethodType
 from typing import Any
+
+import numpy as np
 
 from clamp import bridge, session
 from clamp.bridge import Node, Tensor
@@ -23,10 +26,11 @@ from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
 from clamp.recordings.replayable import CannotReplay, Replayable, detached
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
-from clamp.recordings.watched_state import SHARED_GENERATORS, is_same
+from clamp.recordings.watched_state import is_same
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
+_GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
 _waiting: dict[object, Arguments] = {}  # of calls that would record; the first may: netcl records one thread at a time
 _inside = of_threads(Flag())  # a recorded function
 _MOST_WAITS = 16  # of a function whose results are kept, with their graphs, and not trained
@@ -215,7 +219,7 @@ class RecordedFunction:
         return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
     def _attempt(self, roots: dict[str, Any], before: Watch) -> Attempt:
-        return Attempt(Watch({**SHARED_GENERATORS, **roots}, generators=True))
+        return Attempt(Watch({**_GENERATORS, **roots}, generators=True))
 
     def _change(self, attempt: Attempt) -> str:
         """Returns what the function has changed itself that no replay would; empty if nothing."""

@@ -93,11 +93,6 @@ class Watch:
             self._variables(own, [key for key in list(own) if key in names], name)
         self._walk()
 
-    @property
-    def places(self) -> int:
-        """Returns how many places are looked at."""
-        return len(self._parts)
-
     def holds(self) -> bool:
         """Returns whether everything is as it was."""
         return all(map(WatchedPart.agrees, self._parts))

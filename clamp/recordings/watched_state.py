@@ -124,8 +124,6 @@ def behind(proxy: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- generators, iterators
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-#: Those that all code shares, which reads them by functions of their modules.
-SHARED_GENERATORS = {"numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}  # type: ignore[attr-defined]
 
 
 def drawn(generator: Any) -> str:

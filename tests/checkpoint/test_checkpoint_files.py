@@ -183,15 +183,18 @@ def test_a_file_made_by_hand_loads_or_is_refused_by_name(queue: cl.CommandQueue,
 
 
 @pytest.mark.usefixtures("shut_down")
-@pytest.mark.parametrize("kind", ["npz", "pt"])
+@pytest.mark.parametrize("kind", ["npz", "npz of a dict's", "npz of iterators", "pt"])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_netcls_own_files_hold_16_bit_parameters(queue: cl.CommandQueue, tmp_path: Path, dtype: str, kind: str) -> None:
     """Master and parameter have what was saved, the master; netcl would write twice the bytes."""
     first, second = (amp.decorate(mlp(queue, 4, 8, seed=seed), dtype=dtype) for seed in (0, 1))
-    file = tmp_path / f"run.{kind}"
-    if kind == "npz":
-        save_params(first.parameters(), file)
-        load_params(queue, second.parameters(), file)
+    file = tmp_path / f"run.{kind[:3].strip()}"
+    listed: Callable[[Any], Any] = {
+        "npz of a dict's": lambda x: dict(enumerate(x)).values(), "npz of iterators": iter
+    }.get(kind, list)  # fmt: skip
+    if kind.startswith("npz"):
+        save_params(listed(first.parameters()), file)
+        load_params(queue, listed(second.parameters()), file)
     else:
         export_model(first, file)
         load_into_model(second, file)

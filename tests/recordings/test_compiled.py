@@ -487,7 +487,6 @@ def test_an_optimizer_with_masters_steps_in_replays(queue: cl.CommandQueue) -> N
 
 
 def test_functions_of_jit_compile_are_recorded(queue: cl.CommandQueue) -> None:
-    """Their kernels read float, so clamp widens what it gives them; the recording holds both."""
 
     def losses(record_it: bool) -> list[Any]:
         with init() as handle:
