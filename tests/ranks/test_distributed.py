@@ -322,6 +322,13 @@ def test_an_interrupted_rank_sends_what_the_others_wait_for(queue: cl.CommandQue
     assert not comm.aborted
 
 
+def test_an_interrupt_beside_an_error_of_all_ranks_does_not_end_the_job(queue: cl.CommandQueue) -> None:
+    with alone(1) as (ranks, comm), ranks.one_pass():
+        ranks.average([to_device(queue, np.zeros(4))], [None], NoLossScale())
+    assert comm.sent == ["header"]
+    assert not comm.aborted
+
+
 def test_an_interrupted_rank_broadcasts(queue: cl.CommandQueue) -> None:
     with alone(1) as (ranks, comm):
         ranks.broadcast(to_device(queue, np.zeros(4)))
