@@ -188,7 +188,7 @@ def an_error_may_be_heard_late(queue: cl.CommandQueue) -> None:
 @mode
 def a_pass_without_an_average_is_an_error(queue: cl.CommandQueue) -> None:
     with training(queue) as (handle, ranks, model, optimizer):
-        with pytest.raises(RuntimeError, match="without the average"), ranks.one_pass():
+        with pytest.raises(RuntimeError, match="without averaging its gradients"), ranks.one_pass():
             pass
         train(queue, handle, model, optimizer)
 
