@@ -35,15 +35,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "nan": (lambda a: ag.relu(ag.maximum(a, 1.0)), (np.where(A > 1, np.float32("nan"), A),)),
     "a user's op": (lambda a: relu(a) * 2.0, (A,)),
 }
-
-
-WRONG = (
-    "add_relu",
-    "gelu",
-    "softplus",
-    "nan",
-    "a user's op",
-)  # in netcl's kernels
+#: what netcl's kernels compute wrong, which AMP leaves to the function, too, where it was compiled before
+WRONG = ("add_relu", "gelu", "softplus", "nan", "a user's op")
 
 
 def _results(queue: cl.CommandQueue, function: Callable[..., Any], given: tuple[Any, ...]) -> list[Any]:
