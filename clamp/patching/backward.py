@@ -76,8 +76,11 @@ def make_tape(wrapped: Any, instance: Tape, /, retain_grads: bool = False) -> No
 
 @meets("netcl.autograd.engine.Tape.__del__")
 def end_tape(wrapped: Any, instance: Tape, /) -> None:
-    """The end of a tape, which cuts its graph."""
-    if hasattr(instance, "began"):  # not made before AMP was
+    """The end of a tape, which cuts its graph.
+
+    One that a script still holds at its end dies when Python has cleared modules: these are None then.
+    """
+    if graphs is not None and hasattr(instance, "began"):  # not made before AMP was
         graphs.tape_ends(instance)
     wrapped()
 

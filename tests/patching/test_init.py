@@ -28,6 +28,7 @@ from clamp import amp, bridge
 from clamp.bridge import Parameter, Tensor
 from tests.networks import batch, loss_of, mlp, step
 from tests.reference import to_device, to_numpy
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -241,6 +242,37 @@ def test_importing_clamp_changes_no_netcl_attribute(tmp_path: Path) -> None:
         assert all(after[key] == value for key, value in before.items())
     """)
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def test_a_script_ends_in_silence_whatever_it_still_holds(queue: cl.CommandQueue, tmp_path: Path) -> None:
+    """A tape at the level of a module, say, which dies when modules are cleared already."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+            import numpy as np
+            import pyopencl as cl
+            from clamp import amp
+            from netcl import autograd as ag
+            from netcl.core.tensor import Tensor
+            from netcl.nn.layers import Linear
+            from netcl.optim import SGD
+
+            context = cl.create_some_context(interactive=False)
+            queue = cl.CommandQueue(context)
+            model = Linear(queue, 3, 2)
+            optimizer = SGD(list(model.parameters()), lr=0.1)
+            handle = amp.init(dtype="float16")
+            tape = ag.Tape()
+            ag.set_current_tape(tape)
+            loss = ag.mean(model(ag.tensor(Tensor.from_host(queue, np.ones((4, 3), np.float32)))))
+            with handle.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            unused = ag.Tape()
+        """),
+        "utf-8",
+    )
+    run_script(queue, str(script))
 
 
 @pytest.mark.parametrize("begin", [amp.init, lambda: amp.autocast().__enter__()], ids=["init", "autocast"])
