@@ -6,8 +6,10 @@ scale takes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from statistics import median
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -41,29 +43,21 @@ class OpTimer(OpCounter):
         alone: see `Profiler`: for queues that take no times.
 
     Attributes:
-        cast_seconds: of launches that only convert; a part of what the ops that wanted them take, but for
-        shared_cast_seconds: of those that convert several weights, for ops to come as well.
-        after_backward: seconds of what came after the last op: gradients divided by the loss scale, and looked at.
-        launches: how many commands were enqueued.
         queues: that it uses.
-        activations, weight_copies, peak: see `Side`.
     """
 
     def __init__(self, alone: bool) -> None:
         super().__init__(of_dry_run=True)
         self._recorder, self._meter = Profiler(alone), MemoryMeter()
-        self._launched: dict[Key, list[range]] = {}
-        self._cast_launches: set[int] = set()
-        self._shared_casts: set[int] = set()  # those of them that convert several tensors
+        self._owners: list[Key] = []  # of each launch, until the last op was done
+        self._cast_launches, self._shared_casts = set[int](), set[int]()  # and those that convert several tensors
         self._told = range(0)  # the launches of the last conversion told of
-        self._seen = 0
         self._is_backward = False
-        self.cast_seconds = self.shared_cast_seconds = self.after_backward = 0.0
-        self.launches = self.activations = self.peak = 0
+        self._activations = 0
         self.queues: list[cl.CommandQueue] = []
 
-    def time(self, step: Step, queues: Iterable[cl.CommandQueue]) -> list[OpRow]:
-        """Runs a step on these queues; returns its ops with their seconds."""
+    def time(self, step: Step, queues: Iterable[cl.CommandQueue]) -> Side:
+        """Runs a step on these queues; how long it takes as a whole is left open."""
         with undoing() as undo:
             undo.callback(self.stop)
             self.start()
@@ -71,17 +65,18 @@ class OpTimer(OpCounter):
                 step()
                 _finish(queues)
         seconds = self._recorder.seconds
-        self.launches, self.peak = len(seconds), self._meter.peak
-        self.cast_seconds = sum(seconds[index] for index in self._cast_launches)
-        self.shared_cast_seconds = sum(seconds[index] for index in self._shared_casts)
-        self.after_backward = sum(seconds[self._seen :])
-        for key, ranges in self._launched.items():
-            own = [index for indices in ranges for index in indices if index not in self._shared_casts]
-            self.took(key, sum(seconds[index] for index in own))
-        return self.rows
+        for launch, key in enumerate(self._owners):
+            if launch not in self._shared_casts:
+                self.took(key, seconds[launch])
+        casts, shared = (sum(seconds[x] for x in found) for found in (self._cast_launches, self._shared_casts))
+        return Side(
+            0.0, self.rows, self.casts, casts, shared, sum(seconds[len(self._owners) :]), len(seconds),
+            self._activations, self.weight_copies, self._meter.peak,
+        )  # fmt: skip
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
-        _require(recorder() is None)
+        if recorder() is not None:
+            raise NothingSeenError
         value = made.value
         if isinstance(value, Tensor) and bridge.on_device(value):
             self.queues.append(value.queue)
@@ -98,12 +93,11 @@ class OpTimer(OpCounter):
     def _forward_is_over(self) -> None:
         if not self._is_backward:  # several losses: what is kept when the last of them is scaled
             self.weight_copies = weight_cache.nbytes
-            self.activations = max(self.activations, self._meter.activations)
+            self._activations = max(self._activations, self._meter.activations)
 
     def counted(self, key: Key) -> None:
-        now = len(self._recorder)
-        self._launched.setdefault(key, []).append(range(self._seen, now))
-        self._seen = now
+        self._owners += [key] * (len(self._recorder) - len(self._owners))
+        self.took(key, 0.0)  # of one without a launch
 
     def converted(self, source: Tensor, target: Tensor) -> None:
         """Of several weights that are cast together all launches are told of when they have run: for each weight."""
@@ -111,10 +105,9 @@ class OpTimer(OpCounter):
         if len(names) == self._told.stop:
             self._shared_casts.update(self._told)
             return
-        first = len(names)
-        while first > max(self._seen, self._told.stop) and names[first - 1] == names[-1] and names[-1] in _CASTS:
-            first -= 1
-        self._told = range(first, len(names))
+        new = names[max(len(self._owners), self._told.stop) :]
+        same = list(takewhile(lambda name: name == new[-1] and name in _CASTS, reversed(new)))
+        self._told = range(len(names) - len(same), len(names))
         self._cast_launches.update(self._told)
 
 
@@ -124,6 +117,7 @@ NO_DIFFERENCE = 0.05  # ratios of times nearer to 1 than this are none
 _SECONDS = 2.0  # that the rounds may take, about
 _LEAST, _MOST = 3, 25  # rounds
 _CALM = 1.5  # of a machine with nothing else to do, the median is not more than so many times the least
+_TIMES = "cast_seconds", "shared_cast_seconds", "after_backward"
 _PASSES = 5  # in which ops are timed: the least counts, for what disturbs only adds
 
 
@@ -135,7 +129,10 @@ class Side:
         seconds: the median of its rounds, until the device had finished; where rounds differ much, the least.
         rows: its ops, their ``seconds`` the least of five passes.
         casts: what was converted.
-        cast_seconds, shared_cast_seconds, after_backward, launches: see `OpTimer`; the least.
+        cast_seconds: the least of launches that only convert; a part of what the ops that wanted them take, but for
+        shared_cast_seconds: of those that convert several weights, for ops to come as well.
+        after_backward: the least of what came after the last op: gradients divided by the loss scale, and looked at.
+        launches: how many commands were enqueued.
         activations: bytes kept when forward was over, but for copies of weights.
         weight_copies: bytes of those.
         peak: the most bytes of tensors that the step had made and not let go of.
@@ -204,12 +201,15 @@ def try_step(step: Step) -> Trial:
     around = region_here(enabled=True)
     sides = around, replace(around, dtype="float32")
     with dry_run(step):
-        used = [_timed(step, region, (), alone=False)[0].queues for region in sides]  # builds its kernels, too
-        queues = list({id(queue): queue for one in used for queue in one}.values())
+        first = [OpTimer(alone=False) for _ in sides]
+        for timer, region in zip(first, sides, strict=True):
+            _timed(timer, step, region, ())  # builds its kernels, too
+        queues = list({id(queue): queue for timer in first for queue in timer.queues}.values())
         alone = not all(queue.properties & cl.command_queue_properties.PROFILING_ENABLE for queue in queues)
-        passes = [[_timed(step, region, queues, alone) for region in sides] for _ in range(_PASSES)]
-        _require(all(rows for one in passes for _, rows in one))
-        amp, plain = (_side([one[index] for one in passes]) for index in range(len(sides)))
+        passes = [[_timed(OpTimer(alone), step, region, queues) for region in sides] for _ in range(_PASSES)]
+        if not all(side.rows for one in passes for side in one):
+            raise NothingSeenError
+        amp, plain = map(_least, zip(*passes, strict=True))
         names = tuple(slower_functions(amp, plain))
         black = replace(around, policies=around.policies.customized((), names))
         before = replays()
@@ -224,7 +224,7 @@ def try_step(step: Step) -> Trial:
         len(times[0]),
         alone,
         busy,
-        passes[-1][0][0].modules,
+        first[0].modules,
         names,
         took[2] if names else None,
         bool(names) and all(of(times[2]) < (1 - NO_DIFFERENCE) * of(times[0]) for of in (median, min)),
@@ -233,18 +233,18 @@ def try_step(step: Step) -> Trial:
     )
 
 
-def _require(seen: bool) -> None:
-    if not seen:
-        raise NothingSeenError
+def in_half(amp: Side, plain: Side) -> list[tuple[OpRow, OpRow]]:
+    """The ops of the functions that are in half, each with the same op in float32."""
+    there = {row.key: row for row in plain.rows}
+    return [(row, there[row.key]) for row in amp.rows if row.policy == "half" and row.key in there]
 
 
 def slower_functions(amp: Side, plain: Side) -> list[str]:
     """Functions that are in half and take longer there, in each pass, than in float32 in any, by what counts."""
-    there = {row.key: row.slowest for row in plain.rows}
-    more: dict[str, float] = {}
-    for row in amp.rows:
-        if row.policy == "half" and row.function.startswith("netcl.") and row.key in there and row.seconds is not None:
-            more[row.name] = more.get(row.name, 0.0) + row.seconds - there[row.key]
+    more: dict[str, float] = defaultdict(float)
+    for row, other in in_half(amp, plain):
+        if row.function.startswith("netcl."):
+            more[row.name] += (row.seconds or 0.0) - other.slowest
     return [name for name, seconds in more.items() if seconds > 0.02 * amp.op_seconds]
 
 
@@ -270,12 +270,11 @@ def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> f
         return perf_counter() - began
 
 
-def _timed(step: Step, region: Region, queues: Iterable[cl.CommandQueue], alone: bool) -> tuple[OpTimer, list[OpRow]]:
+def _timed(timer: OpTimer, step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> Side:
     weight_cache.clear()
     _finish(queues)
-    timer = OpTimer(alone)
     with in_region(region):
-        return timer, timer.time(step, queues)
+        return timer.time(step, queues)
 
 
 def _finish(queues: Iterable[cl.CommandQueue]) -> None:
@@ -283,21 +282,10 @@ def _finish(queues: Iterable[cl.CommandQueue]) -> None:
         queue.finish()
 
 
-def _side(passes: Sequence[tuple[OpTimer, list[OpRow]]]) -> Side:
+def _least(passes: Sequence[Side]) -> Side:
     times: dict[tuple[Any, ...], list[float]] = {}
-    for _, rows in passes:
-        for row in rows:
-            times.setdefault(row.identity, []).append(row.seconds or 0.0)
-    watch, rows = passes[-1]
-    return Side(
-        0.0,  # until the race
-        [replace(row, seconds=min(times[row.identity]), most=max(times[row.identity])) for row in rows],
-        watch.casts,
-        min(one.cast_seconds for one, _ in passes),
-        min(one.shared_cast_seconds for one, _ in passes),
-        min(one.after_backward for one, _ in passes),
-        watch.launches,
-        watch.activations,
-        watch.weight_copies,
-        watch.peak,
-    )
+    for row in (row for one in passes for row in one.rows):
+        times.setdefault(row.identity, []).append(row.seconds or 0.0)
+    rows = [replace(row, seconds=min(own), most=max(own)) for row in passes[-1].rows if (own := times[row.identity])]
+    least = {name: min(getattr(one, name) for one in passes) for name in _TIMES}
+    return replace(passes[-1], rows=rows, **least)

@@ -167,8 +167,7 @@ class LayerRanges:
         head = ("layer", "tensor", "kind", "dtype", "magnitudes", "to 0 %", "to inf %", "subnormal %")
         # What loses most is first, and of what loses nothing, what comes first.
         rows = sorted(self.rows, key=lambda row: -max(row.lost.underflow, row.lost.overflow))
-        table = [head, *map(_cells, rows[:_SHOWN])]
-        left = [f"  and {len(rows) - _SHOWN} more, that lose less"] if len(rows) > _SHOWN else []
+        table = aligned([head, *map(_cells, rows)], numbers=range(5, 8), most=_SHOWN, rest=", that lose less")
         scale, suggested = self.suggested_scale, ""
         if self.gain is not None:
             suggested = f"; better for {self._narrow}: {scale:.8g}, at which {self.gain[1]}"
@@ -176,12 +175,8 @@ class LayerRanges:
             suggested = f"; suggested for {self._narrow}: {scale:.8g}"
         elif scale == 1 and self.dtype == "bfloat16":
             suggested = "; bfloat16 needs none, it loses nothing of the gradients"
-        return "\n".join(
-            [
-                f"ranges of one step, computed in float32, and what {self.dtype} loses of them",
-                *aligned(table, numbers=range(5, 8)), *left, f"loss scale: {self.scale:.8g}{suggested}",
-            ]
-        )  # fmt: skip
+        title = f"ranges of one step, computed in float32, and what {self.dtype} loses of them"
+        return "\n".join([title, *table, f"loss scale: {self.scale:.8g}{suggested}"])
 
     __repr__ = __str__
 
@@ -289,11 +284,12 @@ class LostUpdates:
         return bool(self.layers or self.notes)
 
     def __str__(self) -> str:
-        head = [f"updates: {self.layers[0]}"] if self.layers else []
-        table = [("layer", "dtype", "updates", "lost", "")] if self.layers else []
-        table += [(x.module, x.dtype, f"{x.updates:,}", f"{x.lost:,}", percent(x.share)) for x in self.layers[:_LAYERS]]
-        left = [f"  and {len(self.layers) - _LAYERS} more, that lose less"] if len(self.layers) > _LAYERS else []
-        return "\n".join([*head, *(aligned(table, numbers=range(2, 5)) if table else ()), *left, *self.notes])
+        if not self.layers:
+            return "\n".join(self.notes)
+        table = [("layer", "dtype", "updates", "lost", "")]
+        table += [(x.module, x.dtype, f"{x.updates:,}", f"{x.lost:,}", percent(x.share)) for x in self.layers]
+        lines = aligned(table, numbers=range(2, 5), most=_LAYERS, rest=", that lose less")
+        return "\n".join([f"updates: {self.layers[0]}", *lines, *self.notes])
 
     __repr__ = __str__
 

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from clamp.debug.callsite import place_of, trail
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.memory_meter import KINDS, Piece, by_kind, gradients_now, pieces_now
 from clamp.debug.op_counter import Key, OpCounter
-from clamp.debug.words import aligned, size
+from clamp.debug.words import aligned, mib, size
 from clamp.interrupts import undoing
 from clamp.opencl.shortage import SAYS_WHAT_HOLDS_MEMORY
 from clamp.params.weight_cache import weight_cache
@@ -94,12 +95,12 @@ class MemoryReport:
         sides = [("now", self.now)] if self.peak is None else [("now", self.now), ("at the peak", self.peak.bytes)]
         table = [("MiB", *(name for name, _ in sides))]
         table += [
-            (words, *(_mib(found[kind]) for _, found in sides))
+            (words, *(mib(found[kind]) for _, found in sides))
             for kind, words in KINDS.items()
             if kind != "free" and any(found[kind] for _, found in sides)
         ]
-        table.append(("held", *(_mib(_held(found)) for _, found in sides)))
-        table.append((KINDS["free"], *(_mib(found["free"]) for _, found in sides)))
+        table.append(("held", *(mib(_held(found)) for _, found in sides)))
+        table.append((KINDS["free"], *(mib(found["free"]) for _, found in sides)))
         saving = [f"  {size(saved)}: {what}" for what, saved in cures(sides[-1][1])]
         saving = ["", "what would save memory", *saving] if saving else []
         return "\n".join([*aligned(table, numbers=range(1, 3), indent=""), *self._at_the_peak(), *saving])
@@ -112,12 +113,10 @@ class MemoryReport:
         if self.peak is None:
             return ["", "handle.memory(step), of a function that does what one step of the loop does, finds the peak."]
         table = [("what", "of which op", "layer", "line", "pieces", "MiB")]
-        table += [
-            (x.kind, x.op, x.module, x.line, str(x.count), _mib(x.bytes)) for x in self.holders[:_SHOWN]
-        ]  # fmt: skip
-        left = self.holders[_SHOWN:]
-        rest = [f"  and {len(left)} more, of {size(sum(x.bytes for x in left))}"] if left else []
-        return ["", f"the peak is in {self.peak.where}; there it is held by", *aligned(table, range(4, 6)), *rest]
+        table += [(x.kind, x.op, x.module, x.line, str(x.count), mib(x.bytes)) for x in self.holders]
+        rest = f", of {size(sum(x.bytes for x in self.holders[_SHOWN:]))}"
+        lines = aligned(table, range(4, 6), most=_SHOWN, rest=rest)
+        return ["", f"the peak is in {self.peak.where}; there it is held by", *lines]
 
 
 SAYS_WHAT_HOLDS_MEMORY.append(lambda: f"What held device memory then:\n{MemoryReport(memory_now().now, is_short=True)}")
@@ -125,10 +124,6 @@ SAYS_WHAT_HOLDS_MEMORY.append(lambda: f"What held device memory then:\n{MemoryRe
 
 def _held(found: Mapping[str, int]) -> int:
     return sum(count for kind, count in found.items() if kind != "free")
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.2f}"
 
 
 def cures(found: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -185,8 +180,6 @@ def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
             step()
             watch.ended()
     gc.collect()
-    if not watch.rows:
-        raise NothingSeenError
     peak, holders, timeline = watch.told()
     return MemoryReport(memory_now().now, peak, holders, timeline)
 
@@ -303,34 +296,30 @@ class _Watch(OpCounter):
     # ------------------------------------------------------------------------------------------ what it was
 
     def told(self) -> tuple[Moment, list[Holder], list[Moment]]:
-        """The peak, who held it, and the moments of all ops; after the step."""
+        """The peak, who held it, and the moments of all ops; after the step.
+
+        Raises:
+            ValueError: no op was seen, or none took memory.
+        """
+        if not (self._ops and any(event.is_taken for event in self._events)):
+            raise NothingSeenError
         self._ops.append(("after backward", None))
-        self._paths = self.paths_of()
+        self._paths = self.paths()
         for number, (piece, is_taken, _) in enumerate(self._events):
             if is_taken and not piece.kind:
                 piece.kind = self._kind(piece, number)
         now = by_kind(self._there.values())
-        most, best, last, peak_at = -1, -1, -1, 0
-        timeline: list[Moment] = []
-        peak: Moment | None = None
+        seen: list[tuple[int, int, Moment]] = []  # as pieces were taken: the op, the event
         for number, (piece, is_taken, free) in enumerate(self._events):
             sign = 1 if is_taken else -1
             now[piece.kind] += sign * piece.used
             now["rounding"] += sign * (piece.size - piece.used)
             now["free"] = free
-            if not is_taken:
-                continue
-            held = _held(now)
-            if piece.op != last:
-                last, best = piece.op, -1
-                timeline.append(self._moment(piece, now))
-            if held > best:
-                best, timeline[-1] = held, self._moment(piece, now)
-            if held > most:
-                most, peak_at, peak = held, number, timeline[-1]
-        if peak is None:
-            raise NothingSeenError
-        return peak, self._holders(peak_at), timeline
+            if is_taken:
+                seen.append((piece.op, number, Moment(*self._owner(piece), dict(now))))
+        most = [max(same, key=lambda one: one[-1].held) for _, same in groupby(seen, lambda one: one[0])]
+        _, event, peak = max(most, key=lambda one: one[-1].held)
+        return peak, self._holders(event), [moment for *_, moment in most]
 
     def _kind(self, piece: Piece, born: int) -> str:
         if piece.in_backward:
@@ -339,9 +328,6 @@ class _Watch(OpCounter):
             return "other tensors"
         is_kept = any(born < began < piece.died for began in self._backwards)
         return "activations" if is_kept else "workspaces"
-
-    def _moment(self, piece: Piece, now: Mapping[str, int]) -> Moment:
-        return Moment(*self._owner(piece), dict(now))
 
     def _owner(self, piece: Piece) -> tuple[str, str, str]:
         """The op that a piece was taken in, its layer, and the line."""
@@ -353,7 +339,7 @@ class _Watch(OpCounter):
             return "the program", "", place.short_line
         if key is None:
             return op, "", place.short_line
-        return op, self._paths.get(key.module, ""), key.place.short_line or place.short_line
+        return op, self._paths.get(key.layer, ""), key.place.short_line or place.short_line
 
     def _holders(self, moment: int) -> list[Holder]:
         alive = [piece for piece in self._there.values() if piece.died > moment]

@@ -6,13 +6,12 @@ one, and nothing waits for the device.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
@@ -26,6 +25,10 @@ from clamp.params.weight_cache import weight_cache
 from clamp.scaling.scaled_loss import SCALE_OP
 from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
+
+_Module: TypeAlias = weakref.ref[Any]
+_Modules: TypeAlias = dict[int, _Module]  # by the ids of the references
+_Token: TypeAlias = tuple[str, Place, _Module | None]  # an op, where, and in which layer
 
 _MOST = 2000  # rows of modules that have no name yet: a program may make its layers anew in each step
 
@@ -105,7 +108,7 @@ class Key(NamedTuple):
     op: str
     direction: str
     place: Place  # without its modules
-    module: int  # its number; 0 for none
+    layer: int  # id of the weak reference to it, that is not given again while that lives; 0 without one
     inputs: tuple[str, ...]
     dtype: str
 
@@ -143,10 +146,8 @@ class OpCounter(Observer):
         self._counts: dict[Key, OpRow] = {}
         self._named: dict[tuple[Any, ...], OpRow] = {}
         self._casts: dict[tuple[str, str], list[int]] = {}
-        self._modules: dict[int, weakref.ref[Any]] = {}  # by numbers, which are not given again, as ids are
-        self._numbers: dict[int, int] = {}  # by ids
-        self._number = itertools.count(1)
-        self._models: dict[int, weakref.ref[Any]] = {}
+        self._layers: _Modules = {}
+        self._models: _Modules = {}
         self._recording = _Replayed()
 
     def start(self) -> None:
@@ -163,7 +164,7 @@ class OpCounter(Observer):
 
     # ------------------------------------------------------------------------------------------ what ops tell
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> tuple[str, Place, int] | None:
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> _Token | None:
         value = made.value
         if not isinstance(value, Tensor) or self._rests():
             return None
@@ -173,18 +174,17 @@ class OpCounter(Observer):
             self.weight_copies = max(self.weight_copies, weight_cache.nbytes)
             self.curves.loss(read[0])
         place = here()
-        module = 0
-        if place.modules:
-            module = self._known(place.modules[0])
-            self._models.setdefault(id(place.modules[-1]), weakref.ref(place.modules[-1]))
-        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), module
+        layer = weakref.ref(place.modules[0]) if place.modules else None
+        if layer is not None:
+            model = weakref.ref(place.modules[-1])
+            self._models[id(model)] = model
+        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), layer
         self._count(token, FORWARD, read, [value])
         return token
 
     def gradients(
-        self, token: tuple[str, Place, int], grad: Tensor, grads: Sequence[Tensor | None],
-        again: Callable[[Tensor], Any],
-    ) -> None:  # fmt: skip
+        self, token: _Token, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
         found = [x for x in grads if x is not None]
         if found:
             self._count(token, BACKWARD, [grad], found)
@@ -192,7 +192,7 @@ class OpCounter(Observer):
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         if self._rests():
             return
-        self._count(("sum of gradients", NOWHERE, 0), BACKWARD, [first, second], [made])
+        self._count(("sum of gradients", NOWHERE, None), BACKWARD, [first, second], [made])
 
     def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         if recorder() is not None:
@@ -207,12 +207,12 @@ class OpCounter(Observer):
 
     # ------------------------------------------------------------------------------------------ counting
 
-    def _count(self, token: tuple[str, Place, int], direction: str, read: list[Tensor], gave: list[Tensor]) -> None:
-        op, place, module = token
-        key = Key(op, direction, place, module, tuple([_dtype(x) for x in read]), _dtype(gave[0]))
+    def _count(self, token: _Token, direction: str, read: list[Tensor], gave: list[Tensor]) -> None:
+        op, place, layer = token
+        key = Key(op, direction, place, id(layer) if layer else 0, tuple([_dtype(x) for x in read]), _dtype(gave[0]))
         is_view = len(gave) == 1 and any(gave[0].buffer is x.buffer for x in read)
         size = 0 if is_view else sum(map(bridge.nbytes, read)) + sum(map(bridge.nbytes, gave))
-        self._now_or_in_replays(partial(self._add, key, tuple(gave[0].shape), size))
+        self._now_or_in_replays(partial(self._add, key, layer, tuple(gave[0].shape), size))
         self.counted(key)
 
     def counted(self, key: Key) -> None:
@@ -243,8 +243,10 @@ class OpCounter(Observer):
             return
         _run_all([*self._recording.take(), add])  # of a recording without a backward: counted when it is recorded
 
-    def _add(self, key: Key, shape: tuple[int, ...], size: int) -> None:
+    def _add(self, key: Key, layer: _Module | None, shape: tuple[int, ...], size: int) -> None:
         with self._lock:
+            if layer is not None:
+                self._layers[key.layer] = layer
             row = self._counts.get(key)
             if row is None:
                 place = key.place
@@ -263,14 +265,6 @@ class OpCounter(Observer):
             count[0] += 1
             count[1] += size
 
-    def _known(self, module: Any) -> int:
-        number = self._numbers.get(id(module), 0)
-        known = self._modules.get(number)
-        if known is None or known() is not module:
-            number = self._numbers[id(module)] = next(self._number)
-            self._modules[number] = weakref.ref(module)
-        return number
-
     # ------------------------------------------------------------------------------------------ asking
 
     @property
@@ -282,8 +276,7 @@ class OpCounter(Observer):
     @property
     def modules(self) -> list[tuple[str, str, int]]:
         """The layers of the models that have run, and that there still are; see ``bridge.module_tree``."""
-        models = [model for ref in self._models.values() if (model := ref()) is not None]
-        found = (one for model in models for one in bridge.module_tree(model))
+        found = (one for model in _living(self._models).values() for one in bridge.module_tree(model))
         return list({path: (path, name, size) for path, name, size in found}.values())
 
     @property
@@ -293,30 +286,34 @@ class OpCounter(Observer):
             found = [Casts(source, target, *count) for (source, target), count in self._casts.items()]
         return sorted(found, key=lambda one: -one.bytes)
 
-    def paths_of(self, known: Mapping[int, weakref.ref[Any]] | None = None) -> dict[int, str]:
-        """The paths of layers that have been met, and that there still are, by their numbers."""
-        refs = self._modules if known is None else known
-        living = {key: module for key, ref in refs.items() if (module := ref()) is not None}
-        models = [model for ref in self._models.values() if (model := ref()) is not None]
-        return dict(zip(living, bridge.module_names(list(living.values()), models), strict=True))
+    def paths(self) -> dict[int, str]:
+        """The paths of layers that there still are, by their number in `Key`."""
+        return self._paths_of(self._layers)
+
+    def _paths_of(self, layers: _Modules) -> dict[int, str]:
+        living = _living(layers)
+        names = bridge.module_names(list(living.values()), _living(self._models).values())
+        return dict(zip(living, names, strict=True))
 
     def _name(self) -> None:
         """Puts names of layers in place of what may be gone soon."""
         with self._lock:
             counts, self._counts = self._counts, {}
-            known, self._modules = self._modules, {}
+            layers, self._layers = self._layers, {}
             self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
-        names = self.paths_of(known)
+        names = self._paths_of(layers)
         with self._lock:
-            self._modules |= {key: ref for key, ref in known.items() if key in names}
-            self._numbers = {key: number for key, number in self._numbers.copy().items() if number in self._modules}
             for key, row in counts.items():
-                row.module = names.get(key.module, "")
+                row.module = names.get(key.layer, "")
                 before = self._named.setdefault(row.identity, row)
                 if before is not row:
                     before.calls += row.calls
                     before.bytes += row.bytes
                     before.seconds = row.seconds if before.seconds is None else before.seconds + (row.seconds or 0.0)
+
+
+def _living(modules: _Modules) -> dict[int, Any]:
+    return {key: module for key, ref in list(modules.items()) if (module := ref()) is not None}
 
 
 def _dtype(tensor: Tensor) -> str:

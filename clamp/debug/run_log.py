@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
 
@@ -66,20 +66,21 @@ class RunLog:
         """Returns what is known, and with a step, what can be measured of it; see ``AmpHandle.summary``."""
         programs, seconds = PROGRESS.programs - self._built[0], PROGRESS.seconds - self._built[1]
         scaling, reports, modules = self._scaling, self._scaling.guards.reports, self._region.modules
-        known = Summary(
+        measured = self._tried(step, reports.steps)
+        side = measured["trial"].amp if measured else None
+        seen = self.counter if self.counts else side
+        rows = () if seen is None else seen.rows
+        return Summary(
             self._region.dtype, reports.steps, reports.skips, list(scaling.history),
             scaling.scale if scaling.first.scales else None, programs, seconds,
+            rows=with_times(rows, side) if self.counts and side is not None else rows,
+            casts=() if seen is None else seen.casts,
+            weight_copies=None if seen is None else seen.weight_copies,
+            counted=self.counts,
             rules={} if modules is None else {str(rule): paths for rule, paths in modules.decided().items()},
             repeated=reports.repeated,
+            **measured,
         )  # fmt: skip
-        known = replace(known, **self._tried(step, reports.steps))
-        seen, side = self.counter, None if known.trial is None else known.trial.amp
-        if self.counts:
-            rows = seen.rows if side is None else with_times(seen.rows, side)
-            return replace(known, rows=rows, casts=seen.casts, weight_copies=seen.weight_copies, counted=True)
-        if side is None:
-            return known
-        return replace(known, rows=side.rows, casts=side.casts, weight_copies=side.weight_copies)
 
     def run(self, summary: Summary, explanation: Explanation | None, losses: Sequence[float] | None) -> Run:
         """All of it as JSON has it.

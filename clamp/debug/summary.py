@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from clamp.debug.gain import NO_DIFFERENCE, Side, Trial
+from clamp.debug.gain import NO_DIFFERENCE, Side, Trial, in_half
 from clamp.debug.layer_ranges import LayerRanges, LostUpdates
 from clamp.debug.memory_report import MemoryReport
 from clamp.debug.op_counter import Casts, OpRow
-from clamp.debug.words import aligned, duration
+from clamp.debug.words import aligned, duration, mib
 from clamp.scaling.step_report import StepReport
 
 _SMALL = 100e-6  # seconds a launch, of which most is the launching
@@ -40,17 +40,16 @@ def judge(trial: Trial) -> Gain:
         nothing = "AMP computes in float32 here, so that there is nothing to gain, and nothing to lose."
         return Gain(nothing, (), "", False)
     times_as_fast, keeps = trial.plain.seconds / trial.amp.seconds, _kept(trial)
-    less = f"{trial.dtype} keeps {keeps:.2f} of float32's activation memory" if keeps < 1 - NO_DIFFERENCE else ""
+    is_smaller = keeps < 1 - NO_DIFFERENCE
+    memory = f"; {trial.dtype} keeps {keeps:.2f} of float32's activation memory" if is_smaller else ""
     because = f", because {' and '.join(reasons)}" if (reasons := _reasons(trial)) else ""
     if times_as_fast >= 1 + NO_DIFFERENCE:
-        memory = f" and keeps {keeps:.2f} of its activation memory" if less else ""
+        memory = f" and keeps {keeps:.2f} of its activation memory" if is_smaller else ""
         sentence = f"{trial.dtype} is {times_as_fast:.2f}x as fast as float32 here{memory}."
     elif times_as_fast > 1 - NO_DIFFERENCE:
-        memory = f"; {less}" if less else ""
         sentence = f"no gain in time here: as fast as float32{because}{memory}."
     else:
-        memory = f"; {less}" if less else ""
-        gain = "no gain in time here" if less else "no gain here"
+        gain = "no gain in time here" if is_smaller else "no gain here"
         sentence = f"{gain}: {1 / times_as_fast:.2f}x slower than float32{because}{memory}."
     return Gain(sentence, tuple(_details(trial)), _cure(trial), times_as_fast <= 1 - NO_DIFFERENCE)
 
@@ -58,15 +57,12 @@ def judge(trial: Trial) -> Gain:
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:
     """Returns remarks about ops that are not worth their 16 bits, by the keys of their rows: of those that were slower
     in each pass than in float32 in any."""
-    plain = {row.key: row for row in trial.plain.rows}
-    found = {}
-    for row in trial.amp.rows:
-        other = plain.get(row.key)
-        if row.policy != "half" or row.seconds is None or other is None or not other.seconds:
-            continue
-        if row.seconds > 1.1 * other.slowest and row.seconds - other.slowest > 0.01 * trial.amp.op_seconds:
-            found[row.key] = f"{row.seconds / other.seconds:.2f}x slower than in float32"
-    return found
+    return {
+        row.key: f"{row.seconds / other.seconds:.2f}x slower than in float32"
+        for row, other in in_half(trial.amp, trial.plain)
+        if row.seconds and other.seconds and row.seconds > 1.1 * other.slowest
+        and row.seconds - other.slowest > 0.01 * trial.amp.op_seconds
+    }  # fmt: skip
 
 
 def _kept(trial: Trial) -> float:
@@ -92,12 +88,9 @@ def _reasons(trial: Trial) -> list[str]:
 
 def _half_ratio(trial: Trial) -> float | None:
     """Returns how much faster the functions in half are in 16 bits, without their casts; None if there are none."""
-    plain = {row.key: row.seconds or 0.0 for row in trial.plain.rows}
-    pairs = [
-        (row.seconds or 0.0, plain[row.key]) for row in trial.amp.rows if row.policy == "half" and row.key in plain
-    ]
-    took = sum(amp for amp, _ in pairs) - (trial.amp.cast_seconds - trial.amp.shared_cast_seconds)
-    return sum(there for _, there in pairs) / took if took > 0 else None
+    pairs = in_half(trial.amp, trial.plain)
+    took = sum(row.seconds or 0.0 for row, _ in pairs) - (trial.amp.cast_seconds - trial.amp.shared_cast_seconds)
+    return sum(other.seconds or 0.0 for _, other in pairs) / took if took > 0 else None
 
 
 def _is_small(trial: Trial) -> bool:
@@ -238,34 +231,29 @@ class Summary:
         if not self.rows:
             return []
         of = "of the run" if self.counted else "of one step"
-        how = ""
+        head, how, rows = ["op", "layer, line", "policy", "dtypes", "calls", "MiB"], "", list(self.rows)
         if self.trial is not None:
+            rows.sort(key=lambda row: -(row.seconds or 0.0))
+            head += [self.dtype, "float32", ""]
             alone = "wall time of each launch by itself, queue without profiling"
             how = f"; ms a step by {alone if self.trial.alone else 'profiling events'}"
-        rows = sorted(self.rows, key=lambda row: -(row.seconds or 0.0)) if self.trial else list(self.rows)
-        times = () if self.trial is None else (self.dtype, "float32", "")
-        table = [("op", "layer, line", "policy", "dtypes", "calls", "MiB", *times)]
-        table += [self._cells(row) for row in rows[:_SHOWN]]
-        left = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
-        return [f"ops {of}, {len(rows)}{how}", *aligned(table, numbers=range(4, 8)), *left]
+        table = [cells + times for cells, times in zip(map(_cells, rows), self._times(rows), strict=True)]
+        return [f"ops {of}, {len(rows)}{how}", *aligned([head, *table], numbers=range(4, 8), most=_SHOWN)]
 
-    def _cells(self, row: OpRow) -> tuple[str, ...]:
-        dtypes = f"{', '.join(dict.fromkeys(row.inputs))} -> {row.dtype}"
-        place = " ".join(filter(None, (row.module, row.line)))
-        name, read_and_given = f"{row.name} {row.direction}", f"{row.bytes / 2**20:.2f}"
-        cells = (name, place, row.decided or "-", dtypes, str(row.calls), read_and_given)
+    def _times(self, rows: Sequence[OpRow]) -> list[tuple[str, ...]]:
         if self.trial is None:
-            return cells
-        plain = {other.key: other.seconds for other in self.trial.plain.rows}.get(row.key)
-        note = "" if row.seconds is None else notes(self.trial).get(row.key, "")
-        return (*cells, _ms(row.seconds), _ms(plain), note)
+            return [()] * len(rows)
+        plain, marked = {row.key: row.seconds for row in self.trial.plain.rows}, notes(self.trial)
+        return [
+            (_ms(row.seconds), _ms(plain.get(row.key)), "" if row.seconds is None else marked.get(row.key, ""))
+            for row in rows
+        ]
 
     def _of_casts(self) -> list[str]:
         if not self.casts and not self.rows:
             return []
         kinds = ", ".join(
-            f"{one.source} -> {one.target} {one.calls} ({one.bytes / 2**20:.2f} MiB read and written)"
-            for one in self.casts
+            f"{one.source} -> {one.target} {one.calls} ({mib(one.bytes)} MiB read and written)" for one in self.casts
         )
         share = ""
         if self.trial is not None and self.trial.amp.op_seconds:
@@ -275,7 +263,7 @@ class Summary:
     def _memory(self) -> list[str]:
         if self.trial is None:
             known = self.weight_copies
-            return [] if known is None else [f"16-bit copies of weights: {known / 2**20:.2f} MiB"]
+            return [] if known is None else [f"16-bit copies of weights: {mib(known)} MiB"]
         amp, plain = self.trial.amp, self.trial.plain
         sizes = [
             ("activations kept when forward is over", amp.activations, plain.activations),
@@ -283,7 +271,7 @@ class Summary:
             ("peak, beside parameters", amp.peak, plain.peak),
         ]
         table = [("MiB of one step", self.dtype, "float32")]
-        table += [(name, f"{ours / 2**20:.2f}", f"{theirs / 2**20:.2f}") for name, ours, theirs in sizes]
+        table += [(name, mib(ours), mib(theirs)) for name, ours, theirs in sizes]
         peak = None if self.memory is None else self.memory.peak
         where = [f"the peak is in {peak.where}; print(handle.memory(step)) has who held it"] if peak else []
         return [*aligned(table, numbers=range(1, 3), indent=""), *where]
@@ -326,6 +314,12 @@ def with_times(rows: Sequence[OpRow], side: Side) -> list[OpRow]:
 def _kind(report: StepReport) -> str:
     kinds = [kind for kind, count in (("inf", report.infs), ("nan", report.nans)) if count]
     return " and ".join(kinds) or ("no gradients" if "no parameter" in report.reason else "inf or nan")
+
+
+def _cells(row: OpRow) -> tuple[str, ...]:
+    dtypes = f"{', '.join(dict.fromkeys(row.inputs))} -> {row.dtype}"
+    place = " ".join(filter(None, (row.module, row.line)))
+    return f"{row.name} {row.direction}", place, row.decided or "-", dtypes, str(row.calls), mib(row.bytes)
 
 
 def _ms(seconds: float | None) -> str:

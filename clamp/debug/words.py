@@ -36,6 +36,11 @@ def size(count: float | None) -> str:
     return f"{digits(count)} GiB"
 
 
+def mib(count: int) -> str:
+    """Bytes in a column of MiB: "1.50"."""
+    return f"{count / 2**20:.2f}"
+
+
 def bad_counts(infs: int, nans: int) -> list[str]:
     """Returns the counts of inf and nan in words: ``["3 inf", "1 nan"]``."""
     return [f"{count} {kind}" for count, kind in ((infs, "inf"), (nans, "nan")) if count]
@@ -46,14 +51,23 @@ def placed(op: str, module: str, line: str = "") -> str:
     return op + (f" in {module}" if module else "") + (f" ({line})" if line else "")
 
 
-def aligned(table: Sequence[Sequence[str]], numbers: range = range(0), indent: str = "  ") -> list[str]:
-    """The rows of a table in columns as wide as they must be; those of numbers end at one place."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
+def aligned(
+    table: Sequence[Sequence[str]], numbers: range = range(0), indent: str = "  ", most: int | None = None,
+    rest: str = "",
+) -> list[str]:  # fmt: skip
+    """The rows of a table in columns as wide as they must be; those of numbers end at one place.
+
+    Args:
+        most: rows that are shown below the head; of more, how many there are stands below them, and then ``rest``.
+    """
+    shown = table if most is None else table[: most + 1]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = [
         indent
         + "  ".join(
             cell.rjust(width) if column in numbers else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in table
+        for row in shown
     ]
+    return lines if len(shown) == len(table) else [*lines, f"  and {len(table) - len(shown)} more{rest}"]
