@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike
@@ -20,7 +20,7 @@ from clamp.debug import ranges
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.ranges import save_ranges
-from clamp.debug.page.schema import Range
+from clamp.debug.page.schema import Range, TensorKind
 from clamp.debug.ranges import Lost
 from clamp.debug.step_graph import FORWARD, Frame, StepGraph, Value
 from clamp.debug.step_recorder import StepRecorder
@@ -28,13 +28,9 @@ from clamp.debug.words import aligned, bad_counts
 from clamp.ops.statistics import Statistics
 from clamp.params import masters
 from clamp.params.gradient_marks import mark_of
-from clamp.params.lost_updates import Counts, LayerUpdates, by_layer, of_next_step, percent
+from clamp.params.lost_updates import LayerUpdates, by_layer, of_next_step, percent
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import SCALE_OP
-
-ACTIVATION, GRADIENT, PARAMETER, PARAMETER_GRADIENT = "activation", "gradient", "parameter", "parameter gradient"
-
-Kind: TypeAlias = Literal["activation", "gradient", "parameter", "parameter gradient"]
 
 _SHOWN, _LAYERS = 30, 12  # rows, and layers of updates
 _GAIN, _GAIN_OF = 1e-3, 0.1  # what another loss scale must save, of all gradients and of those that are lost
@@ -55,7 +51,7 @@ class LayerRange:
 
     name: str
     module: str
-    kind: str
+    kind: TensorKind
     dtype: str
     scale: float
     statistics: Statistics
@@ -72,14 +68,14 @@ class LayerRange:
             dtype: float16 or bfloat16.
             scale: a loss scale, of a gradient; the live one if not given.
         """
-        factor = scale / self.scale if scale is not None and self.kind in (GRADIENT, PARAMETER_GRADIENT) else 1.0
+        factor = scale / self.scale if scale is not None and "gradient" in self.kind else 1.0
         return ranges.lost(self.statistics, dtype, factor)
 
     def as_json(self) -> Range:
         """The row as `clamp.report` has it."""
         found, lost = self.statistics, self.lost
         return {
-            "name": self.name, "module": self.module, "kind": cast(Kind, self.kind), "dtype": self.dtype,
+            "name": self.name, "module": self.module, "kind": self.kind, "dtype": self.dtype,
             "scale": self.scale, "count": found.count, "zeros": found.zeros, "infs": found.infs, "nans": found.nans,
             "smallest": found.smallest if found.largest else 0.0, "largest": found.largest,
             "octaves": found.octaves.tolist(), "underflow": lost.underflow, "overflow": lost.overflow,
@@ -139,7 +135,7 @@ class LayerRanges:
     @property
     def _scaled(self) -> list[Statistics]:
         """Those of gradients that AMP stores in 16 bits; where it has none of them, of those of all activations."""
-        gradients = [row for row in self.rows if row.kind == GRADIENT and row.statistics.count]
+        gradients = [row for row in self.rows if row.kind == "gradient" and row.statistics.count]
         narrow = [row for row in gradients if row.dtype in HALF_DTYPES]
         return [row.statistics for row in narrow or gradients]
 
@@ -155,7 +151,7 @@ class LayerRanges:
             ValueError: there are no activations and no gradients.
             OSError: the file cannot be written.
         """
-        if not any(row.kind in (ACTIVATION, GRADIENT) and row.statistics.count for row in self.rows):
+        if not any(row.kind in ("activation", "gradient") and row.statistics.count for row in self.rows):
             raise ValueError("draw: there are no rows; each is a layer's statistics")
         save_ranges(path, self.as_json(), self.suggested_scale)
 
@@ -217,38 +213,36 @@ def _rows(
                 continue
             seen.add(id(value))
             dtype = stored or value.dtype
-            if kind == PARAMETER:
+            if kind == "parameter":
                 dtype = frame.place.dtype(amp_dtype) if frame.place.policy == "half" else value.dtype
-            elif kind == PARAMETER_GRADIENT:
+            elif kind == "parameter gradient":
                 dtype = value.dtype
             # The end of a scaled pass has divided gradients of parameters by the scale, where they lie.
             mark = mark_of(value.tensor)
             is_true = mark is not None and mark.scale is None
-            is_scaled = kind in (GRADIENT, PARAMETER_GRADIENT) and not is_true
+            is_scaled = "gradient" in kind and not is_true
             yield LayerRange(name, frame.module, kind, dtype, scale if is_scaled else 1.0, value.statistics)
 
 
-def _tensors(frame: Frame) -> Iterator[tuple[str, str, Value]]:
+def _tensors(frame: Frame) -> Iterator[tuple[str, TensorKind, Value]]:
     """Returns what an op gave, and the parameters that it read: name, kind, value."""
     if frame.op == SCALE_OP:
         return
     if frame.direction == FORWARD:
-        yield from ((value.name, PARAMETER, value) for value in frame.inputs if _is_trained(value))
+        yield from ((value.name, "parameter", value) for value in frame.inputs if _is_trained(value))
     if not frame.outputs or frame.is_view:
         return
     if frame.direction == FORWARD:
-        yield frame.function, ACTIVATION, frame.outputs[0]
+        yield frame.function, "activation", frame.outputs[0]
         return
     # Parents that want no gradient have none among the outputs.
     parents = iter([value for value in frame.parents if value.made_by is not None or _is_trained(value)])
     for value in frame.outputs:
         parent = next((parent for parent in parents if parent.shape == value.shape), None)
-        is_parameter = parent is not None and parent.made_by is None
-        yield (
-            (parent.name if parent and is_parameter else frame.function),
-            (PARAMETER_GRADIENT if is_parameter else GRADIENT),
-            value,
-        )
+        if parent is not None and parent.made_by is None:
+            yield parent.name, "parameter gradient", value
+        else:
+            yield frame.function, "gradient", value
 
 
 def _is_trained(value: Value) -> bool:
@@ -322,11 +316,7 @@ def _of(optimizer: Any, rounded: Sequence[bridge.Tensor], is_plain: bool, notes:
         notes.append(f"what rounding loses of {name}'s updates is not measured: step() is called with arguments")
         return []
     stepped = [x for x in bridge.stepped(optimizer) if any(x is y for y in rounded) and x.size]
-    counts: dict[int, Counts] = {}
-    for master in stepped:
-        found = of_next_step(optimizer, master)
-        if found is not None:
-            counts[id(master)] = found
+    counts = {id(x): found for x in stepped if (found := of_next_step(optimizer, x)) is not None}
     if len(counts) < len(stepped):
         notes.append(f"{len(stepped) - len(counts)} parameters of {name} are not measured: the step is not finite")
     return by_layer(optimizer.params, counts)

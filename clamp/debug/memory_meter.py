@@ -192,7 +192,7 @@ def pieces_now() -> dict[Address, Piece]:
         claim("optimizer state", bridge.memory_in(state))
     claim("activations", bridge.memory_of_graphs())
     claim("other tensors", [x.buffer for x in tensors])
-    found = {}
-    for where, count in sizes.items():
-        found[where] = Piece(count, min(count, used.get(where, count)), kinds.get(where, "workspaces"))
-    return found
+    return {
+        where: Piece(count, min(count, used.get(where, count)), kinds.get(where, "workspaces"))
+        for where, count in sizes.items()
+    }

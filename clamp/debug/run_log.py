@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import pyopencl as cl
 
@@ -19,9 +19,9 @@ from clamp.debug.gain import try_step
 from clamp.debug.layer_ranges import observe_lost_updates, observe_ranges
 from clamp.debug.memory_report import memory_of_step
 from clamp.debug.op_counter import OpCounter, OpRow
-from clamp.debug.page.schema import VERSION, Run, Verdict, checked
+from clamp.debug.page.schema import VERSION, Kind, Run, Verdict, checked
 from clamp.debug.step_graph import Value
-from clamp.debug.summary import Summary, notes, with_times
+from clamp.debug.summary import Summary, notes, verdict, with_times
 from clamp.interrupts import contextmanager, undoing
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.passes import PassScaling
@@ -141,7 +141,6 @@ class RunLog:
 # ---------------------------------------------------------------------------------------------- the answer
 
 
-_Kind: TypeAlias = Literal["healthy", "overflow", "not finite", "slow", "unknown"]
 _RECENT, _OFTEN = 100, 0.05  # steps, and the part of them that skips do not exceed where all is well
 
 
@@ -155,31 +154,26 @@ def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
         if explanation.cure or is_wrong or skipped:
             headline, _, rest = explanation.why.partition(": ")
             details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
-            return _verdict(headline, details, explanation.cure, _kind(explanation))
+            return verdict(headline, details, explanation.cure, _kind(explanation))
     elif is_wrong:
         many = f"The last {skipped}" if skipped > 1 else f"{summary.skips:,} of {summary.steps:,}"
         reason = next(report.reason for report in reversed(summary.history) if not report.stepped)
         cure = look(init_call() or InitCall()) if explanation is None or not explanation.cure else explanation.cure
-        return _verdict(
+        return verdict(
             f"{many} steps were skipped: {reason}", [*why, *details], cure, "unknown" if skipped > 1 else "overflow"
         )
     if measured is not None:
-        sentence = measured.sentence
-        if not sentence.startswith(summary.dtype):
-            sentence = sentence[:1].upper() + sentence[1:]
-        kind: _Kind = "slow" if measured.is_slower else "healthy"
-        return _verdict(sentence, [*measured.details, *why, *details], measured.cure, kind)
+        headline = measured["headline"]
+        if not headline.startswith(summary.dtype):
+            headline = headline[:1].upper() + headline[1:]
+        return {**measured, "headline": headline, "details": [*measured["details"], *why, *details]}
     if not summary.steps:
-        return _verdict("No step has been done", [], "", "unknown")
+        return verdict("No step has been done", [], "", "unknown")
     headline = f"{summary.steps - summary.skips:,} of {summary.steps:,} steps were done, {summary.skips:,} skipped"
-    return _verdict(headline, [*why, *details], "", "healthy")
+    return verdict(headline, [*why, *details], "", "healthy")
 
 
-def _verdict(headline: str, details: Sequence[str], cure: str, kind: _Kind) -> Verdict:
-    return {"headline": headline, "details": list(details), "cure": cure or None, "kind": kind}
-
-
-def _kind(explanation: Explanation) -> _Kind:
+def _kind(explanation: Explanation) -> Kind:
     bad = _bad_value(explanation)
     is_inf = bad is not None and bad.statistics is not None and bad.statistics.infs > 0
     return "overflow" if is_inf and explanation.leaf is None else "not finite"

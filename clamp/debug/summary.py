@@ -10,6 +10,7 @@ from clamp.debug.gain import NO_DIFFERENCE, Side, Trial, in_half
 from clamp.debug.layer_ranges import LayerRanges, LostUpdates
 from clamp.debug.memory_report import MemoryReport
 from clamp.debug.op_counter import Casts, OpRow
+from clamp.debug.page.schema import Kind, Verdict
 from clamp.debug.words import aligned, duration, mib
 from clamp.scaling.step_report import StepReport
 
@@ -17,28 +18,16 @@ _SMALL = 100e-6  # seconds a launch, of which most is the launching
 _IDLE = 0.5  # of a step's time, in which the device does not compute
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The answer, for people.
-
-    Attributes:
-        sentence: it.
-        details: what it rests on.
-        cure: what to write, as code; empty if there is nothing to change.
-        is_slower: whether the step takes longer than in float32.
-    """
-
-    sentence: str
-    details: tuple[str, ...]
-    cure: str
-    is_slower: bool
+def verdict(headline: str, details: Sequence[str], cure: str, kind: Kind) -> Verdict:
+    """The record; empty is the cure where there is nothing to change."""
+    return {"headline": headline, "details": list(details), "cure": cure or None, "kind": kind}
 
 
-def judge(trial: Trial) -> Gain:
-    """The verdict of a trial."""
+def judge(trial: Trial) -> Verdict:
+    """What AMP gains in a step: ``"slow"`` if it takes longer than in float32, else ``"healthy"``."""
     if trial.dtype == "float32":
         nothing = "AMP computes in float32 here, so that there is nothing to gain, and nothing to lose."
-        return Gain(nothing, (), "", False)
+        return verdict(nothing, [], "", "healthy")
     times_as_fast, keeps = trial.plain.seconds / trial.amp.seconds, _kept(trial)
     is_smaller = keeps < 1 - NO_DIFFERENCE
     memory = f"; {trial.dtype} keeps {keeps:.2f} of float32's activation memory" if is_smaller else ""
@@ -51,7 +40,7 @@ def judge(trial: Trial) -> Gain:
     else:
         gain = "no gain in time here" if is_smaller else "no gain here"
         sentence = f"{gain}: {1 / times_as_fast:.2f}x slower than float32{because}{memory}."
-    return Gain(sentence, tuple(_details(trial)), _cure(trial), times_as_fast <= 1 - NO_DIFFERENCE)
+    return verdict(sentence, _details(trial), _cure(trial), "slow" if times_as_fast <= 1 - NO_DIFFERENCE else "healthy")
 
 
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:
@@ -192,7 +181,7 @@ class Summary:
     repeated: int = 0
 
     @property
-    def verdict(self) -> Gain | None:
+    def verdict(self) -> Verdict | None:
         """Returns what AMP gains; None if nothing was measured."""
         return None if self.trial is None else judge(self.trial)
 
@@ -294,15 +283,14 @@ class Summary:
         return [f"ranges: {loses}.{suggested}", "  print(handle.ranges(step)) has every layer, .draw(path) a picture"]
 
     def _of_verdict(self) -> list[str]:
-        verdict = self.verdict
-        if verdict is None:
+        found = self.verdict
+        if found is None:
             counted = "" if self.counted else ' amp.init(debug="summary") counts ops, casts and bytes as the run goes.'
             return [
                 f"not measured: handle.summary(step) takes the times of step() in {self.dtype} and in float32, where "
                 f"step is a function that does what one step of the loop does.{counted}"
             ]
-        cure = [f"cure: {verdict.cure}"] if verdict.cure else []
-        return [*verdict.details, *cure, verdict.sentence]
+        return [*found["details"], *([f"cure: {found['cure']}"] if found["cure"] else []), found["headline"]]
 
 
 def with_times(rows: Sequence[OpRow], side: Side) -> list[OpRow]:

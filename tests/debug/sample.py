@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from clamp.debug.page.schema import BINS, LOWEST, HeldAt, Module, Op, Range, Step
+from clamp.debug.layer_ranges import LayerRange
+from clamp.debug.page.schema import HeldAt, Module, Op, Range, Step, TensorKind
 from clamp.report import Run, write_run
+from tests.ops.test_statistics import expected
 
 MATMUL = "netcl.autograd.matmul_op"
 BROKEN = "blocks.2.attention"
@@ -19,44 +21,16 @@ LAST = 216  # step, and the tenth in a row that is skipped
 SCALE = 4096.0
 
 
-def octaves(values: np.ndarray) -> list[int]:
-    """Counts of magnitudes by their octave, as `Range` has them."""
-    finite = np.abs(values[np.isfinite(values) & (values != 0)])
-    places = np.clip(np.floor(np.log2(finite)).astype(int) - LOWEST + 1, 0, BINS - 1)
-    return np.bincount(places, minlength=BINS).tolist()
-
-
 def range_of(
-    rng: np.random.Generator,
-    name: str,
-    kind: str,
-    centre: float,
-    width: float,
-    count: int,
-    dtype: str,
+    rng: np.random.Generator, name: str, kind: TensorKind, centre: float, width: float, count: int, dtype: str,
     zeros: float = 0.0,
-) -> Range:
+) -> Range:  # fmt: skip
     """The range of as many numbers, whose log2-magnitudes are normally distributed."""
     values = np.exp2(rng.normal(centre, width, count)) * rng.choice([-1.0, 1.0], count)
     values[rng.random(count) < zeros] = 0.0
-    infs = int((np.abs(values) >= 65520).sum()) if dtype == "float16" else 0
-    found = np.abs(values[(values != 0) & (np.abs(values) < (65520 if infs else np.inf))])
-    return {
-        "name": name,
-        "module": name.removesuffix(".weight").removesuffix(".bias"),
-        "kind": kind,  # type: ignore[typeddict-item]
-        "dtype": dtype,
-        "scale": SCALE if "gradient" in kind else 1.0,
-        "count": count,
-        "zeros": int((values == 0).sum()),
-        "infs": infs,
-        "nans": 0,
-        "smallest": float(found.min()),
-        "largest": float(found.max()),
-        "octaves": octaves(values),
-        "underflow": float(((np.abs(values) < 2.0**-25) & (values != 0)).mean()),
-        "overflow": float((np.abs(values) >= 65520).mean()),
-    }  # fmt: skip
+    scale = SCALE if "gradient" in kind else 1.0
+    module = name.removesuffix(".weight").removesuffix(".bias")
+    return LayerRange(name, module, kind, dtype, scale, expected(values.astype(np.float32))).as_json()
 
 
 def modules() -> list[Module]:

@@ -346,10 +346,8 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_have_contrast(scheme: str) -> None:
     css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
-    light, dark = (
-        dict(re.findall(r"--([\w-]+): (#\w{6})", part)) for part in re.findall(r":root \{.*?\}", css, re.DOTALL)
-    )
-    colours = {**light, **(dark if scheme == "dark" else {})}
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)
+    colours = {name: dark if scheme == "dark" else light for name, light, dark in found}
 
     def contrast(one: str, other: str) -> float:
         darker, brighter = sorted((luminance(colours[one]), luminance(colours[other])))

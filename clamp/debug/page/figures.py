@@ -298,7 +298,11 @@ _MOMENTS = 160  # of more, as many stretches, of each the one when most was held
 
 def held_at(moment: HeldAt) -> int:
     """All that was held, without what is free in a pool."""
-    return sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kinds, _ in HELD.values() for kind in kinds)
+    return sum(_bytes(moment, kinds) for kinds, _ in HELD.values())
+
+
+def _bytes(moment: HeldAt, kinds: Sequence[str]) -> int:
+    return sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kind in kinds)
 
 
 def peak_of(timeline: Sequence[HeldAt]) -> HeldAt | None:
@@ -327,14 +331,10 @@ def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, len
     plain_axes(axes)
     axes.grid(axis="y")
     places = range(len(moments) + 1)  # an op's moment lasts until the next one's
-    below = [0] * len(places)
-    for kinds, colour in HELD.values():
-        own = [sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kind in kinds) for moment in moments]
-        above = [low + count for low, count in zip(below, [*own, *own[-1:]], strict=True)]
-        if any(own):
-            axes.fill_between(places, below, above, step="post", color=COLOUR[colour], linewidth=0)
-        below = above
-    most = max(below) or 1
+    layers = {colour: [_bytes(moment, kinds) for moment in moments] for kinds, colour in HELD.values()}
+    drawn = {COLOUR[colour]: [*own, own[-1]] for colour, own in layers.items() if any(own)}
+    axes.stackplot(places, *drawn.values(), colors=drawn, step="post", linewidth=0)
+    most = max(map(held_at, moments)) or 1
     each = 2.0 ** math.ceil(math.log2(most / 5))  # bytes from one line to the next
     ticks = [each * number for number in range(int(most / each) + 1)]
     axes.set(xlim=(0, len(moments)), ylim=(0, 1.3 * most), xticks=[])

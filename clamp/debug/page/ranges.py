@@ -68,7 +68,7 @@ def save_ranges(path: str | Path, found: Sequence[Range], suggested: float | Non
         OSError: the file cannot be written.
     """
     css = (files("clamp.debug.page") / "page.css").read_text(encoding="utf-8")
-    light = dict(reversed(re.findall(r"--(\w+): (#\w{6});", css)))  # the first of each name; dark ones follow
+    light = dict(re.findall(r"--(\w+): light-dark\((#\w{6})", css))
     rows = _modules(found)
     height, missing = _height(len(rows), False), "draw needs matplotlib: pip install matplotlib"
     with empty_figure(WIDTHS["wide"], height, light, missing) as figure:

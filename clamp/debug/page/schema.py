@@ -21,6 +21,8 @@ _HUGE = 2**63  # from which on a whole number is a mistake, or an attack
 _IN_WORDS = {str: "a text", bool: "true or false", int: "a whole number, 0 or more", float: "a number"}
 
 Direction = Literal["forward", "backward"]
+TensorKind = Literal["activation", "gradient", "parameter", "parameter gradient"]
+Kind = Literal["healthy", "overflow", "not finite", "slow", "unknown"]  # of a verdict
 
 
 class Device(TypedDict):
@@ -37,7 +39,7 @@ class Verdict(TypedDict):
     headline: str
     details: list[str]
     cure: str | None
-    kind: Literal["healthy", "overflow", "not finite", "slow", "unknown"]
+    kind: Kind
 
 
 class Step(TypedDict):
@@ -82,7 +84,7 @@ class Range(TypedDict):
 
     name: str
     module: str
-    kind: Literal["activation", "gradient", "parameter", "parameter gradient"]
+    kind: TensorKind
     dtype: str
     scale: float
     count: int
