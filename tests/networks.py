@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +64,19 @@ def stepping(handle: Any, model: Sequential, optimizer: Any) -> Callable[[Tensor
 def step(handle: Any, model: Sequential, optimizer: Any, data: tuple[Tensor, Tensor]) -> float:
     """One such step; returns the loss."""
     return float(stepping(handle, model, optimizer)(*data).value.to_host()[0])
+
+
+class Training:
+    """An `mlp` in a loop of the two lines, and the one batch that it is trained with."""
+
+    def __init__(self, queue: cl.CommandQueue, widths: Sequence[int], rows: int = 8, **options: Any) -> None:
+        self.model, self.data = mlp(queue, *widths), batch(queue, rows, widths[0], widths[-1])
+        self.optimizer = SGD(self.model.parameters(), lr=0.01)
+        self.handle = amp.init(**options)
+
+    def step(self) -> float:
+        """One step; returns the loss."""
+        return step(self.handle, self.model, self.optimizer, self.data)
 
 
 def learns(queue: cl.CommandQueue, model: Sequential, **amp_options: Any) -> bool:

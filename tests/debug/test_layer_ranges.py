@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from clamp.debug.traces import trace_step
 from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
 from tests.debug.faults import optimize
-from tests.networks import batch, mlp, scaled_backward, step
+from tests.networks import Training, batch, loss_of, mlp, scaled_backward
 from tests.ops.test_statistics import expected
 from tests.reference import to_device
 
@@ -45,10 +46,8 @@ def off() -> Any:
 
 def run(queue: cl.CommandQueue, **options: Any) -> tuple[Any, Any, Any]:
     """A network, a handle, and a step of it."""
-    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
-    optimizer = SGD(model.parameters(), lr=0.01)
-    handle = amp.init(**{"loss_scale": SCALE} | options)
-    return model, handle, lambda: step(handle, model, optimizer, data)
+    training = Training(queue, WIDTHS, **{"loss_scale": SCALE} | options)
+    return training.model, training.handle, training.step
 
 
 def only(ranges: LayerRanges, **wanted: str) -> LayerRange:
@@ -91,10 +90,7 @@ def test_passes_of_a_recorded_function_are_looked_at_one_by_one(queue: cl.Comman
     handle = amp.init(loss_scale=SCALE)
 
     def one_pass(x: Tensor, y: Tensor) -> None:
-        with ag.Tape() as tape:
-            loss = ag.mse_loss(model(ag.tensor(x)), ag.tensor(y))
-        with handle.scale_loss(loss, optimizer) as scaled_loss:
-            tape.backward(scaled_loss)
+        scaled_backward(handle, ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), optimizer)
 
     def accumulated(one_pass: Any) -> None:
         optimizer.zero_grad()
@@ -117,9 +113,7 @@ def test_gradients_are_those_of_float32_at_the_scale(queue: cl.CommandQueue) -> 
     ranges = handle.ranges(once)
     handle.shutdown()
     with amp.init(dtype="float32"):
-        x, y = batch(queue, 8, WIDTHS[0], WIDTHS[-1])
-        loss = ag.mul(ag.mse_loss(model(ag.tensor(x)), ag.tensor(y)), 2.0**-10)
-        loss.backward()
+        loss_of(model, batch(queue, 8, WIDTHS[0], WIDTHS[-1])).backward()
     for index in (0, 2, 4):
         found = only(ranges, kind="parameter gradient", name=f"layers.{index}.weight").statistics
         wanted = np.abs(model.layers[index].weight.grad.to_host())
@@ -138,9 +132,8 @@ def observed(queue: cl.CommandQueue, gradient: np.ndarray, scale: float) -> Laye
         loss = ag.sum(ag.mul(ag.matmul_op(ag.tensor(weight), ag.tensor(x)), ag.tensor(factor)))
         optimize(handle, optimizer, loss)
 
-    ranges = handle.ranges(once)
-    handle.shutdown()
-    return ranges
+    with handle:
+        return handle.ranges(once)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
@@ -233,12 +226,9 @@ GAINS: dict[str, tuple[list[float], float, tuple[float, str] | None]] = {
     "nothing is lost": ([1e-3, 1.0, 10.0], 1024.0, None),
     "a lower one, that only has more headroom": ([1e-8, 1.0, 3e4], 65536.0, None),
     "half of them become 0": (
-        [1e-9, 1e-8, 1e-4, 1e-2],
-        1.0,
-        (2.0**21, "0 % in place of 50 % of the gradients become 0"),
-    ),
+        [1e-9, 1e-8, 1e-4, 1e-2], 1.0, (2.0**21, "0 % in place of 50 % of the gradients become 0")),
     "one is inf": ([1.0, 1.0, 1.0, 1e5], 4096.0, (1024.0, "0 % in place of 25 % of the gradients become inf")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GAINS)
@@ -265,8 +255,7 @@ def test_what_shows_the_memory_of_another_takes_no_row(queue: cl.CommandQueue) -
     handle = amp.init(loss_scale=SCALE)
 
     def once() -> None:
-        with handle.scale_loss(ag.sum(ag.reshape(ag.mul(ag.tensor(x), 2.0), (6, 4))), SGD([x], lr=0.01)) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(handle, ag.sum(ag.reshape(ag.mul(ag.tensor(x), 2.0), (6, 4))), SGD([x], lr=0.01))
 
     rows = handle.ranges(once).rows
     assert {row.name for row in rows if row.kind in ("activation", "gradient")} == {"mul", "sum"}
@@ -278,8 +267,7 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
     optimizer, handle = SGD([square], lr=0.1), amp.init(loss_scale=SCALE)
 
     def once() -> None:
-        loss = ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(square)))
-        optimize(handle, optimizer, loss)
+        optimize(handle, optimizer, ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(square))))
 
     rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
@@ -432,9 +420,8 @@ class Run:
 
     def backward(self, handle: Any) -> None:
         self.trainer.optimizer.zero_grad()
-        tape, loss = self.trainer.forward(*self.data)
-        with handle.scale_loss(loss, self.trainer.optimizer) as scaled_loss:
-            tape.backward(scaled_loss)
+        _, loss = self.trainer.forward(*self.data)
+        scaled_backward(handle, loss, self.trainer.optimizer)
 
     def is_finite_at(self, scale: float) -> bool:
         with amp.init(loss_scale=scale) as handle:
@@ -449,10 +436,7 @@ class Run:
 def test_the_suggested_scale_is_within_a_factor_of_four(queue: cl.CommandQueue, network: Network) -> None:
     run = Run(queue, network)
     with amp.init() as handle:
-
-        def step() -> None:
-            run.trainer.train(handle, *run.data)
-
+        step = partial(run.trainer.train, handle, *run.data)
         for _ in range(15):
             step()
         suggested = handle.ranges(step).suggested_scale

@@ -10,7 +10,6 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.nn.layers import Linear, ReLU
-from netcl.optim import SGD
 
 from clamp import amp
 from clamp.casting.results import RESULTS
@@ -20,7 +19,7 @@ from clamp.debug.profiler import Profiler
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import LISTENERS, cast
 from clamp.scaling.step_report import StepReport
-from tests.networks import Task, batch, mlp, step, stepping
+from tests.networks import Task, Training, stepping
 from tests.reference import to_device
 
 ROWS, WIDTHS = 8, (16, 32, 4)
@@ -32,12 +31,10 @@ def counter_of(handle: Any) -> OpCounter:
 
 @pytest.fixture
 def run(queue: cl.CommandQueue) -> Any:
-    """Ten counted steps of a small network."""
-    model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
-    optimizer = SGD(model.parameters(), lr=0.01)
-    with amp.init(debug="summary", loss_scale=4.0) as handle:
-        losses = [step(handle, model, optimizer, data) for _ in range(10)]
-        yield handle, losses, model, optimizer, data
+    """Ten counted steps of a small network, and their losses."""
+    training = Training(queue, WIDTHS, ROWS, debug="summary", loss_scale=4.0)
+    with training.handle:
+        yield training, [training.step() for _ in range(10)]
 
 
 def only(rows: list[OpRow], **wanted: object) -> OpRow:
@@ -47,7 +44,7 @@ def only(rows: list[OpRow], **wanted: object) -> OpRow:
 
 
 def test_ops_are_counted_by_place_and_dtype(run: Any) -> None:
-    rows = run[0].summary().rows
+    rows = run[0].handle.summary().rows
     assert {row.calls for row in rows} == {10}
     forward = only(rows, name="linear_relu", direction="forward")
     assert (forward.policy, forward.module, forward.dtype, forward.shape) == ("half", "layers.0", "float16", (8, 32))
@@ -62,15 +59,15 @@ def test_ops_are_counted_by_place_and_dtype(run: Any) -> None:
 
 
 def test_rows_stay_what_they_were_when_asked_for(run: Any) -> None:
-    handle, _, model, optimizer, data = run
-    rows = handle.summary().rows
-    step(handle, model, optimizer, data)
-    assert {row.calls for row in handle.summary().rows} == {11}
+    training, _ = run
+    rows = training.handle.summary().rows
+    training.step()
+    assert {row.calls for row in training.handle.summary().rows} == {11}
     assert {row.calls for row in rows} == {10}
 
 
 def test_rows_may_be_asked_for_while_another_thread_adds_some(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = counter_of(run[0])
+    counter = counter_of(run[0].handle)
     before = counter.rows
 
     def copy(row: OpRow) -> OpRow:
@@ -82,21 +79,22 @@ def test_rows_may_be_asked_for_while_another_thread_adds_some(run: Any, monkeypa
 
 
 def test_casts_are_counted_with_their_bytes(run: Any, queue: cl.CommandQueue) -> None:
-    (found,) = [one for one in run[0].summary().casts if one.source == "float32"]
+    (found,) = [one for one in run[0].handle.summary().casts if one.source == "float32"]
     # Both weights, and the input where no product rounds it as it reads it; four bytes of each six are of the source.
     sizes = [16 * 32, 32 * 4, *([] if capabilities(queue).is_cpu else [ROWS * 16])]
     assert (found.target, found.calls, found.bytes) == ("float16", 10 * len(sizes), 10 * 6 * sum(sizes))
 
 
 def test_copies_of_weights_are_those_at_the_end_of_forward(run: Any) -> None:
-    assert run[0].summary().weight_copies >= 2 * (16 * 32 + 32 * 4)
+    assert run[0].handle.summary().weight_copies >= 2 * (16 * 32 + 32 * 4)
 
 
 def test_losses_and_gradients_are_noted_for_their_steps(run: Any) -> None:
-    handle, losses, model, *_ = run
-    points = counter_of(handle).curves.read()
+    training, losses = run
+    points = counter_of(training.handle).curves.read()
     assert [points[number + 1].loss for number in range(10)] == losses
-    last = np.sqrt(sum((param.grad.to_host().astype(np.float64) ** 2).sum() for param in model.parameters()))
+    grads = [param.grad.to_host().ravel().astype(np.float64) for param in training.model.parameters()]
+    last = np.linalg.norm(np.concatenate(grads))
     assert points[10].gradient_norm == pytest.approx(last, rel=1e-5)
 
 
@@ -147,11 +145,10 @@ def test_steps_of_another_run_are_left_out() -> None:
 
 
 def test_a_replay_counts_as_the_steps_that_it_repeats(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
-    optimizer = SGD(model.parameters(), lr=0.01)
-    with amp.init(debug="summary", loss_scale=4.0) as handle:
-        one = amp.record(stepping(handle, model, optimizer))
-        losses = [float(one(*data).value.to_host()[0]) for _ in range(8)]
+    training = Training(queue, WIDTHS, ROWS, debug="summary", loss_scale=4.0)
+    with training.handle as handle:
+        one = amp.record(stepping(handle, training.model, training.optimizer))
+        losses = [float(one(*training.data).value.to_host()[0]) for _ in range(8)]
         summary, points = handle.summary(), counter_of(handle).curves.read()
     assert summary.steps == 8
     assert only(summary.rows, name="linear_relu", direction="forward").calls == 8
@@ -201,16 +198,13 @@ def test_a_layer_with_the_id_of_one_that_is_gone_is_another(queue: cl.CommandQue
 def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.CommandQueue) -> None:
     enqueued = {}
     for debug in (None, "summary", None):
-        model, data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
-        optimizer = SGD(model.parameters(), lr=0.01)
-        with amp.init(debug=debug, loss_scale=4.0) as handle:
+        training = Training(queue, WIDTHS, ROWS, debug=debug, loss_scale=4.0)
+        with training.handle:
             for _ in range(3):
-                step(handle, model, optimizer, data)
+                training.step()
             with Profiler() as recorder:
-                step(handle, model, optimizer, data)
-            names = recorder.names
-            enqueued.setdefault(debug, names)
-            assert enqueued[debug] == names
+                training.step()
+            assert enqueued.setdefault(debug, recorder.names) == recorder.names
         assert not RESULTS.watched
         assert RESULTS.stepping.__name__ == "_nothing"
         assert LISTENERS == []

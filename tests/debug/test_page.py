@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 
 from clamp.cli import main
 from clamp.debug.memory_meter import KINDS
+from clamp.debug.memory_report import Moment
 from clamp.debug.page import sections
-from clamp.debug.page.figures import HELD, _draw, held_at, memory_timeline
+from clamp.debug.page.figures import HELD, _draw, memory_timeline
 from clamp.debug.page.ranges import shifted
 from clamp.debug.page.schema import BINS, Held
 from clamp.debug.page.sections import number, percent
@@ -324,16 +325,17 @@ def test_memory_is_drawn_op_by_op_to_its_peak() -> None:
     run = sample_run()
     assert set(Held.__annotations__) == set(KINDS)
     assert {kind for kinds, _ in HELD.values() for kind in kinds} == set(KINDS) - {"free"}
-    peak = max(run["memory"]["timeline"], key=held_at)
-    for timeline in (run["memory"]["timeline"], run["memory"]["timeline"] * 10):  # of more moments than are drawn
-        drawn = memory_timeline({**run["memory"], "timeline": timeline})
-        assert f"the peak, {size(held_at(peak))}, is in cross_entropy (char_lm.py:112)" in drawn
+    moments = [Moment(**one) for one in run["memory"]["timeline"]]
+    peak = size(max(moment.held for moment in moments))
+    for timeline in (moments, moments * 10):  # of more moments than are drawn
+        drawn = memory_timeline(timeline)
+        assert f"the peak, {peak}, is in cross_entropy (char_lm.py:112)" in drawn
         for version in re.findall(r"<svg.*?</svg>", drawn, re.DOTALL):
-            assert f"peak, {size(held_at(peak))}" in version
+            assert f"peak, {peak}" in version
             colours = set(re.findall(r"fill: var\(--(\w+)\)", version))
             assert colours >= {"parameter", "scale", "good", "gradient", "activation", "norm", "line"}
         assert len(drawn) < 400_000
-    assert memory_timeline({**run["memory"], "timeline": []}) == ""
+    assert memory_timeline([]) == ""
 
 
 def luminance(colour: str) -> float:

@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.optim import SGD
 
-from clamp import amp
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region
 from clamp.debug.callsite import NOWHERE
 from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
-from clamp.debug.page.figures import held_at, peak_of
+from clamp.debug.memory_report import Moment
 from clamp.debug.run_log import RunLog, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
@@ -29,7 +27,7 @@ from clamp.report import Run, checked, read_run, write_run
 from clamp.scaling.step_report import StepReport
 from tests.debug.sample import empty_run, sample_run
 from tests.debug.test_summary import FAST, SLOW
-from tests.networks import batch, mlp, step
+from tests.networks import Training
 
 WIDTHS = (16, 32, 4)
 
@@ -42,16 +40,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(queue: cl.CommandQueue, path: Path, *, spoil: bool = False, with_step: bool = True, **options: Any) -> Run:
     """The run of a small network, whose last weight becomes inf before the last of four steps if it is spoiled."""
-    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
-    optimizer = SGD(model.parameters(), lr=0.01)
-    with amp.init(loss_scale=8.0, **options) as handle:
+    training = Training(queue, WIDTHS, loss_scale=8.0, **options)
+    with training.handle as handle:
         for number in range(4):
             if spoil and number == 3:
-                weight = model.layers[2].weight.to_host()
+                weight = training.model.layers[2].weight.to_host()
                 weight[0, 0] = np.inf
-                model.layers[2].weight.write(weight)
-            step(handle, model, optimizer, data)
-        handle.report(path, (lambda: step(handle, model, optimizer, data)) if with_step else None)
+                training.model.layers[2].weight.write(weight)
+            training.step()
+        handle.report(path, training.step if with_step else None)
     return read_run(path)
 
 
@@ -70,8 +67,8 @@ def test_a_counted_run_is_all_there(queue: cl.CommandQueue, tmp_path: Path) -> N
     assert 0 < memory["activations"] < memory["float32_activations"]
     assert 0 < memory["peak"] < memory["float32_peak"]
     assert memory["weight_copies"] >= 2 * (16 * 32 + 32 * 4)
-    peak = peak_of(memory["timeline"])
-    assert held_at(peak) == sum(holder["bytes"] for holder in memory["holders"])
+    most = max(Moment(**one).held for one in memory["timeline"])
+    assert most == sum(holder["bytes"] for holder in memory["holders"])
     assert {"layers.0", "layers.2"} <= {moment["module"] for moment in memory["timeline"]}
     assert run["updates"] == {"layers": [], "notes": []}, "its weights are float32"
     assert run["first_bad"] is None
@@ -103,10 +100,9 @@ def test_the_first_bad_op_is_named(queue: cl.CommandQueue, tmp_path: Path, debug
 
 def test_a_page_is_written_where_the_path_is_no_json(queue: cl.CommandQueue, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    model, data = mlp(queue, *WIDTHS), batch(queue, 8, WIDTHS[0], WIDTHS[-1])
-    optimizer = SGD(model.parameters(), lr=0.01)
-    with amp.init(loss_scale=8.0, debug="summary") as handle:
-        step(handle, model, optimizer, data)
+    training = Training(queue, WIDTHS, debug="summary")
+    with training.handle as handle:
+        training.step()
         handle.report(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert page.lower().startswith("<!doctype html>")

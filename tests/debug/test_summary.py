@@ -25,7 +25,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops.cast import CAST, LISTENERS
 from clamp.ops.optimizer_step import COPY
 from clamp.report import read_run
-from tests.networks import Task, batch, loss_of, mlp, step, stepping, weights_of
+from tests.networks import Task, Training, batch, loss_of, mlp, step, stepping, weights_of
 from tests.reference import to_device
 
 ROWS, WIDTHS = 64, (32, 64, 64, 8)
@@ -38,18 +38,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
 
 
-class Run:
+class Run(Training):
     """A small network, three steps of which have been done."""
 
     def __init__(self, queue: cl.CommandQueue, **options: Any) -> None:
-        self.model, self.data = mlp(queue, *WIDTHS), batch(queue, ROWS, WIDTHS[0], WIDTHS[-1])
-        self.optimizer = SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.handle = amp.init(**options)
+        super().__init__(queue, WIDTHS, ROWS, **options)
         for _ in range(3):
             self.step()
-
-    def step(self) -> None:
-        step(self.handle, self.model, self.optimizer, self.data)
 
 
 @pytest.fixture(autouse=True)
@@ -229,8 +224,7 @@ def test_without_a_step_the_summary_says_how_to_get_the_rest(queue: cl.CommandQu
     assert 'amp.init(debug="summary")' in text
     assert "ops" not in text.replace("ops, casts and bytes", "")
     run.handle.shutdown()
-    counted = Run(queue, debug="summary")
-    text = str(counted.handle.summary())
+    text = str(Run(queue, debug="summary").handle.summary())
     assert "ops of the run" in text
     assert f"casts: float32 -> float16 {9 if capabilities(queue).is_cpu else 12} (" in text
     assert 'debug="summary"' not in text
@@ -249,7 +243,6 @@ def test_skips_are_told_with_their_reasons(queue: cl.CommandQueue) -> None:
 
 def test_a_recorded_step_is_measured_as_it_is(queue: cl.CommandQueue) -> None:
     run = Run(queue)
-
     one = amp.record(stepping(run.handle, run.model, run.optimizer))
     for _ in range(4):
         one(*run.data)

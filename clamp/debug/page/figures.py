@@ -7,12 +7,14 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from clamp.debug.page.schema import HeldAt, Memory, Step
+from clamp.debug.memory_report import Moment
+from clamp.debug.page.schema import Step
 from clamp.debug.words import placed, size
 from clamp.interrupts import contextmanager, replacing
 
@@ -283,6 +285,8 @@ def _scales(axes: Axes, numbers: Sequence[int], scales: Sequence[float]) -> None
 
 # ---------------------------------------------------------------------------------------------- memory, op by op
 
+#: bytes of a moment, without what is free in a pool
+held = attrgetter("held")
 #: what the layers of the picture are of, from below, with their colours
 HELD = {
     "weights, masters": (("weights", "masters"), "parameter"),
@@ -296,45 +300,30 @@ HELD = {
 _MOMENTS = 160  # of more, as many stretches, of each the one when most was held
 
 
-def held_at(moment: HeldAt) -> int:
-    """All that was held, without what is free in a pool."""
-    return sum(_bytes(moment, kinds) for kinds, _ in HELD.values())
-
-
-def _bytes(moment: HeldAt, kinds: Sequence[str]) -> int:
-    return sum(cast("Mapping[str, int]", moment["bytes"])[kind] for kind in kinds)
-
-
-def peak_of(timeline: Sequence[HeldAt]) -> HeldAt | None:
-    """The moment when most was held; None where none is known."""
-    return max(timeline, key=held_at, default=None)
-
-
-def memory_timeline(found: Memory) -> str:
-    """The picture: what was held in each op of a step, and the peak; empty where that is not known."""
-    peak = peak_of(found["timeline"])
-    if peak is None:
+def memory_timeline(steps: Sequence[Moment]) -> str:
+    """The picture: what was held in each op of a step, and the peak; empty without ops."""
+    if not steps:
         return ""
-    steps = found["timeline"]
     each = math.ceil(len(steps) / _MOMENTS)
-    moments = [max(steps[begin : begin + each], key=held_at) for begin in range(0, len(steps), each)]
-    where = placed(peak["op"], peak["module"], peak["line"])
+    moments = [max(steps[begin : begin + each], key=held) for begin in range(0, len(steps), each)]
+    peak = max(moments, key=held)
+    where = placed(*peak[:3])
 
     def draw(figure: Figure, narrow: bool) -> None:
         _draw_held(figure.subplots(), moments, moments.index(peak), where, 24 if narrow else 80)
 
-    label = f"Device memory in {len(steps)} moments of a step; the peak, {size(held_at(peak))}, is in {where}"
+    label = f"Device memory in {len(steps)} moments of a step; the peak, {size(peak.held)}, is in {where}"
     return picture("held", label, draw, (360, 320))
 
 
-def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, length: int) -> None:
+def _draw_held(axes: Axes, moments: Sequence[Moment], peak: int, where: str, length: int) -> None:
     plain_axes(axes)
     axes.grid(axis="y")
     places = range(len(moments) + 1)  # an op's moment lasts until the next one's
-    layers = {colour: [_bytes(moment, kinds) for moment in moments] for kinds, colour in HELD.values()}
+    layers = {colour: [sum(x.bytes[kind] for kind in kinds) for x in moments] for kinds, colour in HELD.values()}
     drawn = {COLOUR[colour]: [*own, own[-1]] for colour, own in layers.items() if any(own)}
     axes.stackplot(places, *drawn.values(), colors=drawn, step="post", linewidth=0)
-    most = max(map(held_at, moments)) or 1
+    most = moments[peak].held or 1
     each = 2.0 ** math.ceil(math.log2(most / 5))  # bytes from one line to the next
     ticks = [each * number for number in range(int(most / each) + 1)]
     axes.set(xlim=(0, len(moments)), ylim=(0, 1.3 * most), xticks=[])
@@ -342,11 +331,11 @@ def _draw_held(axes: Axes, moments: Sequence[HeldAt], peak: int, where: str, len
     axes.axvline(peak + 0.5, color=COLOUR["bad"], linewidth=1.2)
     is_left = peak < len(moments) / 2
     axes.annotate(
-        f"peak, {size(held_at(moments[peak]))}\n{shortened(where, length)}",
+        f"peak, {size(most)}\n{shortened(where, length)}",
         (peak + 0.5, 1.28 * most), (6 if is_left else -6, 0), textcoords="offset points", color=COLOUR["bad"],
         ha="left" if is_left else "right", va="top", fontsize=11,
     )  # fmt: skip
-    backward = next((place for place, moment in enumerate(moments) if moment["op"].endswith(" backward")), None)
+    backward = next((place for place, moment in enumerate(moments) if moment.op.endswith(" backward")), None)
     if backward:
         axes.axvline(backward, color=COLOUR["edge"], linewidth=1, linestyle=":")
         axes.set_xticks([backward], ["backward begins"])

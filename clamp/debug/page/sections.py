@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
-from clamp.debug.page.figures import HELD, held_at, memory_timeline, peak_of, shortened, timeline
+from clamp.debug.memory_report import Moment
+from clamp.debug.page.figures import HELD, held, memory_timeline, shortened, timeline
 from clamp.debug.page.ranges import ranges
 from clamp.debug.page.schema import END, LOWEST, Input, Memory, Module, Op, Run, checked
 from clamp.debug.ranges import FLOAT16
@@ -43,6 +44,7 @@ def page_of(run: Run) -> str:
     script, bad = _text("page.js"), run["first_bad"]
     skipped = [step for step in sorted(run["steps"], key=lambda step: step["step"]) if not step["stepped"]]
     took = sum(op["milliseconds"] or 0.0 for op in run["ops"])
+    moments = [Moment(**cast(Any, one)) for one in run["memory"]["timeline"]]
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     return template.from_string(_text("page.html")).render(
         run=run,
@@ -63,10 +65,9 @@ def page_of(run: Run) -> str:
         updates=[LayerUpdates(**row) for row in run["updates"]["layers"]],
         memory=_bars(run["memory"], run["dtype"]),
         saving=_saving(run["memory"]),
-        held=memory_timeline(run["memory"]),
-        peak=peak_of(run["memory"]["timeline"]),
+        held=memory_timeline(moments),
+        peak=max(moments, key=held, default=None),
         HELD=HELD,
-        held_at=held_at,
         size=size,
         placed=placed,
         SIGNS=_SIGNS,
