@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -20,27 +23,27 @@ RUNS = {
     "hostile": lambda: hostile_run(short_run()),
     "large": large_run,
 }
+Page: TypeAlias = Callable[[str], Path]
 PAGES = ("sample", "empty", "hostile", "large")
 WIDTHS = (360, 800, 1600)
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Written when they are asked for: to draw one takes seconds."""
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of one of `RUNS`, written when it is asked for: to draw one takes seconds."""
     folder = tmp_path_factory.mktemp("pages")
 
-    class Written(dict[str, Path]):
-        def __missing__(self, name: str) -> Path:
-            self[name] = folder / f"{name}.html"
-            write_page(RUNS[name](), self[name])
-            return self[name]
+    @cache
+    def written(name: str) -> Path:
+        write_page(RUNS[name](), folder / f"{name}.html")
+        return folder / f"{name}.html"
 
-    return Written()
+    return written
 
 
 @pytest.fixture
-def sample(browser: Browser, pages: dict[str, Path]) -> Browser:
-    browser.open(pages["sample"])
+def sample(browser: Browser, page: Page) -> Browser:
+    browser.open(page("sample"))
     return browser
 
 
@@ -49,14 +52,14 @@ def sample(browser: Browser, pages: dict[str, Path]) -> Browser:
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.long
 def test_a_page_is_quiet_alone_and_as_wide_as_its_window(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
+    browser: Browser, page: Page, name: str, width: int, scheme: str
 ) -> None:
-    browser.open(pages[name], width, scheme)
+    browser.open(page(name), width, scheme)
     assert browser.run("return document.readyState") == "complete"
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.run("return document.documentElement.className") == "scripted", "its script ran"
     assert browser.driver.get_log("browser") == []
-    assert browser.requests() == [pages[name].as_uri()]
+    assert browser.requests() == [page(name).as_uri()]
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, background[4:-1].split(","))) < 64) == (scheme == "dark")
     form = "narrow" if width < 800 else "wide"
@@ -64,15 +67,15 @@ def test_a_page_is_quiet_alone_and_as_wide_as_its_window(
 
 
 def test_the_log_would_have_shown_a_request_and_a_message(browser: Browser, tmp_path: Path) -> None:
-    page = tmp_path / "loud.html"
-    page.write_text('<script>console.log("hello")</script><img src="nothing.png">')
-    browser.open(page)
+    loud = tmp_path / "loud.html"
+    loud.write_text('<script>console.log("hello")</script><img src="nothing.png">')
+    browser.open(loud)
     assert any("hello" in entry["message"] for entry in browser.driver.get_log("browser"))
     assert any("nothing.png" in entry["message"] for entry in browser.driver.get_log("performance"))
 
 
-def test_texts_of_a_run_never_run(browser: Browser, pages: dict[str, Path]) -> None:
-    browser.open(pages["hostile"])
+def test_texts_of_a_run_never_run(browser: Browser, page: Page) -> None:
+    browser.open(page("hostile"))
     assert len(browser.all("script, style, img, iframe")) == 2
     for script in ("x.textContent = 'window.hacked = 1'", "x.src = 'data:text/javascript,window.hacked = 1'"):
         browser.run(f"const x = document.createElement('script'); {script}; document.body.append(x)")
@@ -158,13 +161,8 @@ def test_a_mark_says_why_a_step_was_skipped(sample: Browser) -> None:
     assert output.text.startswith("step 2 skipped: inf in 96 elements of the gradients of head.weight; loss scale")
     sample.run("arguments[0].focus()", marks[0])
     assert output.text.startswith("step 1 skipped")
-    for key, step in (
-        (Keys.ARROW_RIGHT, 2),
-        (Keys.END, 216),
-        (Keys.ARROW_RIGHT, 216),
-        (Keys.ARROW_LEFT, 215),
-        (Keys.HOME, 1),
-    ):
+    right, left = Keys.ARROW_RIGHT, Keys.ARROW_LEFT
+    for key, step in ((right, 2), (Keys.END, 216), (right, 216), (left, 215), (Keys.HOME, 1)):
         sample.press(key)
         assert output.text.startswith(f"step {step} skipped")
     assert [mark.get_attribute("tabindex") for mark in marks] == ["0", *["-1"] * 11]
@@ -185,18 +183,8 @@ def test_tab_reaches_every_control_and_shows_where_it_is(sample: Browser) -> Non
             break
     assert (reached[0], reached[-1]) == ("skip", "end")
     assert not [name for name in reached if name.startswith("unmarked")]
-    for name in (
-        "Timeline",
-        "copy",
-        "mark",
-        "12 skipped steps as a table",
-        "words",
-        "policy",
-        "direction",
-        "Show all",
-        "ms",
-    ):
-        assert name in reached, f"{name} is not among {reached}"
+    controls = {"Timeline", "copy", "mark", "12 skipped steps as a table", "Show all", "ms"}
+    assert controls | {"words", "policy", "direction"} <= set(reached)
 
 
 def test_everything_has_a_name_for_screen_readers(sample: Browser) -> None:
@@ -221,10 +209,10 @@ def test_everything_has_a_name_for_screen_readers(sample: Browser) -> None:
 @pytest.mark.parametrize("name", ["short", "empty", "hostile"])
 @pytest.mark.long
 def test_axe_finds_nothing_that_keeps_anybody_out(
-    browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: str
+    browser: Browser, page: Page, name: str, width: int, scheme: str
 ) -> None:
     browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})  # or the page would not let it in
-    browser.open(pages[name], width, scheme)
+    browser.open(page(name), width, scheme)
     browser.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": False})
     browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
     browser.run((files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8"))

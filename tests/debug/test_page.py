@@ -147,13 +147,9 @@ def test_of_a_large_model_only_the_branches_with_the_bad_op_are_open() -> None:
     assert opened == ["model", "blocks", "2", "first"]
 
 
-def test_a_page_of_the_same_run_is_the_same(drawn_once: Callable[[], None], sample: str) -> None:
-    drawn_once()
-    assert page_of(sample_run()) == sample
-
-
-@pytest.mark.slow
-def test_the_style_of_other_pictures_is_their_own(drawn_once: Callable[[], None], sample: str) -> None:
+def test_a_page_of_the_same_run_is_the_same_and_the_style_of_other_pictures_their_own(
+    drawn_once: Callable[[], None], sample: str
+) -> None:
     drawn_once()
     style = {"axes.grid": True, "lines.linewidth": 9.0, "text.usetex": True, "figure.facecolor": "red"}
     with matplotlib.rc_context(style):
@@ -179,13 +175,8 @@ def test_a_page_of_nothing_says_so() -> None:
     assert [one for one in page.ids() if one in SECTIONS] == [one for one in SECTIONS if one not in missing]
     assert not missing & {(attributes.get("href") or "")[1:] for _, attributes in page.elements}
     assert page.count("svg") == page.count("table") == 0
-    for words in (
-        "The modules are not known.",
-        "No step was recorded.",
-        "No ranges were collected.",
-        "No op was recorded.",
-        "Memory was not measured.",
-    ):
+    nothing = ("No step was recorded.", "No ranges were collected.", "No op was recorded.", "Memory was not measured.")
+    for words in ("The modules are not known.", *nothing):
         assert words in page.text
     assert "Change this" not in page.text
 
@@ -303,13 +294,8 @@ def test_a_shifted_histogram_keeps_what_leaves_the_range(by: int, places: dict[i
 def test_numbers_in_words() -> None:
     sizes = (None, 0, 1023, 1536, 3 << 20, 5 << 30)
     assert [size(count) for count in sizes] == ["—", "0 bytes", "1,023 bytes", "1.5 KiB", "3 MiB", "5 GiB"]
-    assert [percent(x).shown for x in (0.0, 1e-9, 0.0123, 1.0, float("nan"))] == [
-        "0 %",
-        "< 0.01 %",
-        "1.23 %",
-        "100 %",
-        "—",
-    ]
+    parts = (0.0, 1e-9, 0.0123, 1.0, float("nan"))
+    assert [percent(x).shown for x in parts] == ["0 %", "< 0.01 %", "1.23 %", "100 %", "—"]
     spans = (0.0031, 1.24, 200.0, 7500.0, float("inf"), float("nan"))
     assert [duration(x) for x in spans] == ["3.1 ms", "1.24 s", "3 min 20 s", "2 h 5 min", "—", "—"]
     assert [number(x).shown for x in (None, 12345, 0.000123456)] == ["—", "12,345", "0.0001235"]
@@ -378,10 +364,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_the_command_says_what_is_wrong(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    drawn_once: Callable[[], None],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, drawn_once: Callable[[], None]
 ) -> None:
     drawn_once()
     assert main(["report", str(tmp_path / "none.json")]) == 2
