@@ -7,7 +7,7 @@ are functions of pyopencl's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,7 +17,7 @@ import numpy as np
 import pyopencl as cl
 import wrapt
 
-from clamp.interrupts import contextmanager, holding, uninterrupted
+from clamp.interrupts import holding, uninterrupted
 
 NANO = 1e-9  # of a second
 
@@ -63,7 +63,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         for name in (name for name in vars(cl) if name.startswith("enqueue_")):
             self._wrap(cl, name, self._enqueue)
-        self._wrap(cl.Kernel, "__call__", self._launch)
+        self._wrap(cl.Kernel, "__call__", self._enqueue)
         self._wrap(cl.CommandQueue, "finish", self._wait)
         self._wrap(cl.Event, "wait", self._wait)
         self._wrap(cl, "wait_for_events", self._wait)
@@ -103,37 +103,23 @@ class Profiler:
 
         self._stack.enter_context(holding(owner, name, wrapt.FunctionWrapper(original, met)))
 
-    def _launch(self, name: str, wrapped: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._on_its_own(args):
-            event = wrapped(*args, **kwargs)
-        self.events.append((kernel.function_name, "kernel", event))
-        return event
-
     def _enqueue(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        began = perf_counter()
-        with self._on_its_own(args):
-            result = wrapped(*args, **kwargs)
-        what = _transfer(args) if name == "enqueue_copy" else name.removeprefix("enqueue_")
-        if kwargs.get("is_blocking", True) and (what in ("read", "write") or name == "enqueue_map_buffer"):
-            self._waited(what, began)
-        event = result[1] if isinstance(result, tuple) else result
-        if name == "enqueue_nd_range_kernel":
-            self.events.append((args[1].function_name, "kernel", event))
-        else:
-            self.events.append((what, "transfer", event))
-        return result
-
-    @contextmanager
-    def _on_its_own(self, args: tuple[Any, ...]) -> Iterator[None]:
         queue = args[0] if self._alone and args and isinstance(args[0], cl.CommandQueue) else None
         if queue is not None:
             queue.finish()
         began = perf_counter()
-        yield
+        result = wrapped(*args, **kwargs)
         if queue is not None:
             queue.finish()
         if self._alone:
             self._alone_seconds.append(perf_counter() - began)
+        what = _transfer(args) if name == "enqueue_copy" else name.removeprefix("enqueue_")
+        if kwargs.get("is_blocking", True) and (what in ("read", "write") or name == "enqueue_map_buffer"):
+            self._waited(what, began)
+        event = result[1] if isinstance(result, tuple) else result
+        kernel = instance if name == "__call__" else args[1] if name == "enqueue_nd_range_kernel" else None
+        self.events.append((what, "transfer", event) if kernel is None else (kernel.function_name, "kernel", event))
+        return result
 
     def _wait(self, name: str, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         began = perf_counter()

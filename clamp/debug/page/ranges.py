@@ -32,9 +32,6 @@ _PANELS = (
     ("Activations, parameters", ("activation", "parameter")),
     ("Gradients, times the loss scale", ("gradient", "parameter gradient")),
 )
-_COLOURS = {
-    "activation": "activation", "gradient": "gradient", "parameter": "parameter", "parameter gradient": "parameter"
-}  # fmt: skip
 
 Rows = Mapping[str, Sequence[Range]]
 
@@ -148,7 +145,7 @@ class _Panel:
         """The histograms of a module's tensors, and what they lose in words."""
         self.axes.axhline(height, color=self.colour["line"], linewidth=0.8)
         for one in of:
-            colour, octaves = self.colour[_COLOURS[one["kind"]]], one["octaves"]
+            colour, octaves = self.colour[one["kind"].split()[0]], one["octaves"]
             if one["kind"].startswith("parameter"):
                 self._histogram(height, octaves, edgecolor=colour, linewidth=1.2)
                 continue
