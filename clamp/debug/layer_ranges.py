@@ -104,7 +104,7 @@ class LayerRanges:
         gradients = self._scaled
         if not gradients:
             return None
-        if self.dtype == "bfloat16" and not max(self.table("bfloat16")[1.0][:2]):
+        if self.dtype == "bfloat16" and not max(self._lost_at([1.0], "bfloat16")[0][:2]):
             return 1.0
         return ranges.suggested_scale(gradients, self.scale, self._narrow)
 
@@ -114,8 +114,7 @@ class LayerRanges:
         suggested = self.suggested_scale
         if suggested is None or self.dtype == "float32":
             return None
-        together = ranges.pooled(self._scaled)
-        now, then = (ranges.lost(together, self.dtype, scale / self.scale) for scale in (self.scale, suggested))
+        now, then = self._lost_at((self.scale, suggested), self.dtype)
         for verb, before, after, other in (
             ("inf", now.overflow, then.overflow, True), ("0", now.underflow, then.underflow, not then.overflow)
         ):  # fmt: skip
@@ -130,7 +129,11 @@ class LayerRanges:
 
     def table(self, dtype: DTypeLike = "float16") -> dict[float, Lost]:
         """Returns what all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24."""
-        return ranges.table(self._scaled, self.scale, dtype)
+        return dict(zip(ranges.SCALES, self._lost_at(ranges.SCALES, dtype), strict=True))
+
+    def _lost_at(self, scales: Sequence[float], dtype: DTypeLike) -> list[Lost]:
+        together = ranges.pooled(self._scaled)
+        return [ranges.lost(together, dtype, scale / self.scale) for scale in scales]
 
     @property
     def _scaled(self) -> list[Statistics]:

@@ -24,6 +24,8 @@ from clamp.ops.statistics import OCTAVE, Statistics, edges
 from clamp.scaling.dynamic_scale import DEFAULT_RULE
 from clamp.scaling.loss_scale import positive
 
+#: those that are powers of two, of a loss scale's limits
+SCALES = [2.0**k for k in range(int(math.log2(DEFAULT_RULE.min)), int(math.log2(DEFAULT_RULE.max)) + 1)]
 #: Between the largest gradient seen, at the suggested scale, and the largest number of the dtype. The next batch's
 #: gradients may be larger; at the largest scale that just fits, by nothing.
 HEADROOM = 2.0
@@ -110,21 +112,6 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
         if one.infs or one.nans:
             suggested = min(suggested, _power_of_two(scale / 2))
     return max(suggested, DEFAULT_RULE.min)
-
-
-def table(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> dict[float, Lost]:
-    """Returns what all gradients together lose at each loss scale that is a power of two, 2^-14 to 2^24; exact.
-
-    Args:
-        gradients, scale, dtype: as for ``suggested_scale``; with histograms.
-
-    Raises:
-        ValueError: as ``suggested_scale``, or there is no histogram.
-    """
-    together = pooled(gradients)
-    first, last = (int(math.log2(limit)) for limit in (DEFAULT_RULE.min, DEFAULT_RULE.max))
-    scale = positive("scale", scale)
-    return {2.0**k: lost(together, dtype, 2.0**k / scale) for k in range(first, last + 1)}
 
 
 def pooled(statistics: Iterable[Statistics]) -> Statistics:

@@ -11,13 +11,13 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.debug.ranges import HEADROOM, Lost, _tilt, lost, pooled, suggested_scale, table
+from clamp.debug.layer_ranges import LayerRange, LayerRanges
+from clamp.debug.ranges import HEADROOM, SCALES, Lost, _tilt, lost, pooled, suggested_scale
 from clamp.ops.statistics import Statistics, edges, statistics_of
 from tests.ops.test_statistics import expected
 from tests.reference import HALF_DTYPES, NUMPY, STORAGE_DTYPES, quantize, to_device
 
 SIZES = (1, 37, 1009, 4099, 100_003)
-POWERS = [2.0**k for k in range(-14, 25)]
 
 
 def scattered(rng: np.random.Generator, lowest: int = -30, highest: int = 18) -> float:
@@ -88,7 +88,7 @@ def test_as_much_as_real_casts_lose(queue: cl.CommandQueue, part: int) -> None:
     for which, array, statistics in zip(tensors, arrays, found, strict=True):
         rng = np.random.default_rng(which[-1])
         for dtype in HALF_DTYPES:
-            for factor in (*rng.choice(POWERS, 5), 1.0):
+            for factor in (*rng.choice(SCALES, 5), 1.0):
                 ours, real = lost(statistics, dtype, factor), really_lost(array, dtype, factor)
                 # What float32 rounds, too, is rounded twice.
                 allowed = 1e-4 if which[0] == "subnormal" and array.size > 1000 else 1e-15
@@ -157,12 +157,12 @@ def test_the_suggested_scale_is_near_the_largest_without_overflow(dtype: str) ->
     for seed in range(60):
         arrays, scale = gradients(seed)
         suggested = suggested_scale([expected(scale * array, histogram=False) for array in arrays], scale, dtype)
-        fitting = [s for s in POWERS if not any(really_lost(array, dtype, s).overflow for array in arrays)]
+        fitting = [s for s in SCALES if not any(really_lost(array, dtype, s).overflow for array in arrays)]
         if fitting:
             assert max(fitting) / 4 <= suggested <= max(fitting)
-            assert suggested == max(POWERS) or HEADROOM * suggested in fitting or suggested == min(POWERS)
+            assert suggested == max(SCALES) or HEADROOM * suggested in fitting or suggested == min(SCALES)
         else:
-            assert suggested == min(POWERS)
+            assert suggested == min(SCALES)
 
 
 def test_suggestions_where_little_is_known() -> None:
@@ -179,8 +179,9 @@ def test_suggestions_where_little_is_known() -> None:
 def test_the_table_of_all_scales(dtype: str) -> None:
     arrays, scale = gradients(3)
     arrays[0][:7], arrays[1][:5] = 0.0, 2.0**-60
-    found = table([expected(scale * array) for array in arrays], scale, dtype)
-    assert list(found) == POWERS
+    rows = [LayerRange("mul", "", "gradient", dtype, scale, expected(scale * array)) for array in arrays]
+    found = LayerRanges(rows, scale, dtype).table(dtype)
+    assert list(found) == [2.0**k for k in range(-14, 25)]
     for one, row in found.items():
         assert row == pytest.approx(really_lost(np.concatenate(arrays), dtype, one), abs=1e-15)
 
