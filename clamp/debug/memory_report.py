@@ -178,7 +178,7 @@ def memory_of_step(step: Callable[[], Any]) -> MemoryReport:
             bridge.listen_to_pools(watch)
             watch.start()
             step()
-            watch.ended()
+            watch.claim("gradients", [grad for _, grad in gradients_now().values()])
     gc.collect()
     peak, holders, timeline = watch.told()
     return MemoryReport(memory_now().now, peak, holders, timeline)
@@ -265,33 +265,26 @@ class _Watch(OpCounter):
     def gradients(
         self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
-        self._are_gradients((grad, *grads))
+        self.claim("gradients", (grad, *grads))
         super().gradients(token, grad, grads, again)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        self._are_gradients((made,))
+        self.claim("gradients", (made,))
         super().added(made, first, second)
-
-    def ended(self) -> None:
-        """The step is over: what parameters have now are gradients."""
-        self._are_gradients(grad for _, grad in gradients_now().values())
-
-    def _are_gradients(self, gradients: Iterable[Tensor | None]) -> None:
-        for piece in map(self._piece_of, gradients):
-            if piece is not None and not piece.kind:
-                piece.kind = "gradients"
-
-    def _piece_of(self, tensor: Any) -> Piece | None:
-        where = bridge.address_of(tensor.buffer) if isinstance(tensor, Tensor) else None
-        return None if where is None else self._live.get(where)
 
     def counted(self, key: Key) -> None:
         self._ops.append((key.op if key.direction == "forward" else f"{key.op} {key.direction}", key))
-        for storage in bridge.memory_in(weight_cache.values):
-            where = bridge.address_of(storage)
-            piece = None if where is None else self._live.get(where)
+        self.claim("copies", bridge.memory_in(weight_cache.values))
+
+    def claim(self, kind: str, held: Iterable[Any]) -> None:
+        """The memory of tensors, or storages, that is held for nothing else yet is of a kind."""
+        for piece in map(self._piece_of, held):
             if piece is not None and not piece.kind:
-                piece.kind = "copies"
+                piece.kind = kind
+
+    def _piece_of(self, held: Any) -> Piece | None:
+        where = bridge.address_of(held.buffer if isinstance(held, Tensor) else held)
+        return None if where is None else self._live.get(where)
 
     # ------------------------------------------------------------------------------------------ what it was
 

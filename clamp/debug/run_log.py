@@ -18,7 +18,7 @@ from clamp.debug.explain import Explanation, in_words, look
 from clamp.debug.gain import try_step
 from clamp.debug.layer_ranges import observe_lost_updates, observe_ranges
 from clamp.debug.memory_report import memory_of_step
-from clamp.debug.op_counter import OpCounter, OpRow
+from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.schema import VERSION, Kind, Run, Verdict, checked
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, verdict, with_times
@@ -256,24 +256,18 @@ def _steps(
 
 
 def _ops(summary: Summary) -> list[dict[str, Any]]:
-    marked = {} if summary.trial is None else notes(summary.trial)
+    trial = summary.trial
+    marked = {} if trial is None else notes(trial)
+    in_a_step = {} if trial is None else {row.identity: row.calls for row in trial.amp.rows}  # that was timed
     return [
         asdict(row) | {
             "op": row.name, "function": row.function or None, "policy": row.decided or "none",
             "inputs": list(dict.fromkeys(row.inputs)),
-            "milliseconds": None if row.seconds is None else 1e3 * row.seconds * _steps_in(row, summary),
+            "milliseconds": None if row.seconds is None else 1e3 * row.seconds * row.calls / in_a_step[row.identity],
             "note": marked.get(row.key, ""),
         }
         for row in summary.rows
     ]  # fmt: skip
-
-
-def _steps_in(row: OpRow, summary: Summary) -> float:
-    """Returns how often the calls of a row are those that a step was timed with."""
-    if summary.trial is None or not summary.counted:
-        return 1.0
-    calls = sum(other.calls for other in summary.trial.amp.rows if other.identity == row.identity)
-    return row.calls / calls if calls else 1.0
 
 
 def _memory(summary: Summary) -> dict[str, Any]:
