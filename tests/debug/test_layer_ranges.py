@@ -26,7 +26,6 @@ from clamp.debug.layer_ranges import LayerRange, LayerRanges
 from clamp.debug.step_graph import StepGraph
 from clamp.debug.summary import Summary
 from clamp.debug.traces import trace_step
-from clamp.ops.statistics import statistics_of
 from clamp.report import read_run
 from tests.debug.faults import optimize
 from tests.networks import Training, batch, loss_of, mlp, scaled_backward
@@ -200,20 +199,15 @@ def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
 
 
 @pytest.mark.slow
-def test_ranges_are_printed_drawn_and_reported(
+def test_ranges_are_printed_and_reported(
     queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
     _, handle, once = run(queue)
     ranges = handle.ranges(once)
     text = str(ranges)
     assert "layers.2  linear_relu" in text
     assert text.endswith(f"loss scale: {SCALE:g}")  # nothing is to be gained by another
-    for end in ("svg", "png"):
-        ranges.draw(tmp_path / f"ranges.{end}")
-        assert (tmp_path / f"ranges.{end}").stat().st_size > 5000
-    assert ">layers.2</text>" in (tmp_path / "ranges.svg").read_text()
     handle.report(tmp_path / "run.json", once)
     content = read_run(tmp_path / "run.json")
     assert content["suggested_scale"] is None
@@ -232,21 +226,21 @@ GAINS: dict[str, tuple[list[float], float, tuple[float, str] | None]] = {
 
 
 @pytest.mark.parametrize("case", GAINS)
-def test_another_scale_is_told_of_only_where_it_gains(queue: cl.CommandQueue, case: str) -> None:
-    numbers, scale, expected = GAINS[case]
-    (statistics,) = statistics_of([to_device(queue, np.array(numbers))])
-    ranges = LayerRanges([LayerRange("mul", "", "gradient", "float16", scale, statistics)], scale, "float16")
-    assert ranges.gain == expected
-    told = "" if expected is None else f"; better for float16: {expected[0]:.8g}, at which {expected[1]}"
+def test_another_scale_is_told_of_only_where_it_gains(case: str) -> None:
+    numbers, scale, gain = GAINS[case]
+    row = LayerRange("mul", "", "gradient", "float16", scale, expected(np.array(numbers, np.float32)))
+    ranges = LayerRanges([row], scale, "float16")
+    assert ranges.gain == gain
+    told = "" if gain is None else f"; better for float16: {gain[0]:.8g}, at which {gain[1]}"
     assert str(ranges).endswith(f"loss scale: {scale:.8g}{told}")
     summary = str(Summary("float16", 1, 0, [], scale, 0, 0.0, ranges=ranges))
-    assert (f"at {expected[0]:.8g}, {expected[1]}." in summary) if expected else ("The loss scale is" not in summary)
+    assert (f"at {gain[0]:.8g}, {gain[1]}." in summary) if gain else ("The loss scale is" not in summary)
 
 
 @pytest.mark.parametrize(("dtype", "words"), [("float32", "; suggested for float16: "), ("float16", "")])
-def test_in_float32_a_scale_for_float16_is_told(queue: cl.CommandQueue, dtype: str, words: str) -> None:
-    (statistics,) = statistics_of([to_device(queue, np.ones(3))])
-    ranges = LayerRanges([LayerRange("mul", "", "gradient", dtype, 1.0, statistics)], 1.0, dtype)
+def test_in_float32_a_scale_for_float16_is_told(dtype: str, words: str) -> None:
+    row = LayerRange("mul", "", "gradient", dtype, 1.0, expected(np.ones(3, np.float32)))
+    ranges = LayerRanges([row], 1.0, dtype)
     assert ("suggested for float16" in str(ranges)) == bool(words)
 
 
@@ -273,22 +267,13 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, 1.0), (2.0**-140, 2.0**24)])
-def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(
-    queue: cl.CommandQueue, factor: float, expected: float
-) -> None:
-    weight = to_device(queue, np.full((4, 4), 0.5, np.float32))
-    weight.requires_grad = True
-    optimizer, handle = SGD([weight], lr=0.1), amp.init(dtype="bfloat16")
-
-    def step() -> None:
-        loss = ag.sum(ag.mul(ag.matmul_op(to_device(queue, np.ones((4, 4), np.float32)), ag.tensor(weight)), factor))
-        scaled_backward(handle, loss, optimizer)
-
-    ranges = handle.ranges(step)
-    assert ranges.suggested_scale == expected
+@pytest.mark.parametrize(("size", "scale"), [(1.0, 1.0), (2.0**-140, 2.0**24)])
+def test_bfloat16_needs_no_scale_as_long_as_it_loses_nothing(size: float, scale: float) -> None:
+    row = LayerRange("mul", "", "gradient", "bfloat16", 1.0, expected(np.full(4, size, np.float32)))
+    ranges = LayerRanges([row], 1.0, "bfloat16")
+    assert ranges.suggested_scale == scale
     assert "suggested for float16" not in str(ranges)
-    assert ("loss scale: 1; bfloat16 needs none" in str(ranges)) == (expected == 1)
+    assert ("loss scale: 1; bfloat16 needs none" in str(ranges)) == (scale == 1)
 
 
 # ---------------------------------------------------------------------------------------------- the picture
@@ -367,6 +352,7 @@ def test_pictures_are_written(tmp_path: Path, count: int, suffix: str) -> None:
     file = tmp_path / f"ranges.{suffix}"
     LayerRanges(found, 1.0, "bfloat16" if count == 3 else "float16").draw(file)
     assert file.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[suffix]
+    assert file.stat().st_size > 5000
     if suffix == "svg":
         text = file.read_text("utf-8")
         assert all(f">layers.{n}<" in text for n in range(count))

@@ -156,7 +156,6 @@ def test_verdicts_say_what_matters_most() -> None:
     slow = summary_of(fine, trial=replace(SLOW, amp=replace(SLOW.amp, seconds=2.0)))
     assert verdict_of(slow, None)["kind"] == "slow"
     skipping = verdict_of(summary_of(bad, trial=FAST), None)
-    assert skipping["kind"] == "unknown"
     assert skipping["headline"] == "The last 2 steps were skipped: inf in 3 elements of the gradients of w"
     assert 'debug="attribution"' in skipping["cure"]
     unseen = Explanation(bad[-1], "unseen", "Nobody knows.", "")
