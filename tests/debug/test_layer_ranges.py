@@ -28,6 +28,7 @@ from clamp.debug.summary import Summary
 from clamp.debug.traces import trace_step
 from clamp.report import read_run
 from tests.debug.faults import optimize
+from tests.debug.test_op_counter import only
 from tests.networks import Training, batch, loss_of, mlp, scaled_backward
 from tests.ops.test_statistics import expected
 from tests.reference import to_device
@@ -49,26 +50,21 @@ def run(queue: cl.CommandQueue, **options: Any) -> tuple[Any, Any, Any]:
     return training.model, training.handle, training.step
 
 
-def only(ranges: LayerRanges, **wanted: str) -> LayerRange:
-    (found,) = [row for row in ranges.rows if all(getattr(row, name) == value for name, value in wanted.items())]
-    return found
-
-
 def test_each_tensor_has_its_row(queue: cl.CommandQueue) -> None:
     model, handle, once = run(queue)
     ranges = handle.ranges(once)
     assert (ranges.scale, ranges.dtype) == (SCALE, "float16")
     for index, (rows, columns) in ((0, (16, 32)), (2, (32, 32)), (4, (32, 4))):
         name = f"layers.{index}.weight"
-        weight = only(ranges, kind="parameter", name=name)
+        weight = only(ranges.rows, kind="parameter", name=name)
         assert (weight.module, weight.dtype, weight.scale) == (f"layers.{index}", "float16", 1.0)
         assert weight.statistics.count == rows * columns
         assert weight.statistics.largest == np.abs(model.layers[index].weight.to_host()).max()
-        gradient = only(ranges, kind="parameter gradient", name=name)
+        gradient = only(ranges.rows, kind="parameter gradient", name=name)
         assert (gradient.module, gradient.dtype, gradient.scale) == (f"layers.{index}", "float32", 1.0)
-    hidden = only(ranges, kind="activation", module="layers.2", name="linear_relu")
+    hidden = only(ranges.rows, kind="activation", module="layers.2", name="linear_relu")
     assert (hidden.dtype, hidden.scale, hidden.statistics.count) == ("float16", 1.0, 8 * 32)
-    behind = only(ranges, kind="gradient", module="layers.2", name="linear_relu")
+    behind = only(ranges.rows, kind="gradient", module="layers.2", name="linear_relu")
     assert (behind.dtype, behind.scale, behind.statistics.count) == ("float16", SCALE, 8 * 32)
     assert {row.name for row in ranges.rows} >= {"mse_loss", "matmul_op"}
     assert "scale_loss" not in {row.name for row in ranges.rows}
@@ -114,7 +110,7 @@ def test_gradients_are_those_of_float32_at_the_scale(queue: cl.CommandQueue) -> 
     with amp.init(dtype="float32"):
         loss_of(model, batch(queue, 8, WIDTHS[0], WIDTHS[-1])).backward()
     for index in (0, 2, 4):
-        found = only(ranges, kind="parameter gradient", name=f"layers.{index}.weight").statistics
+        found = only(ranges.rows, kind="parameter gradient", name=f"layers.{index}.weight").statistics
         wanted = np.abs(model.layers[index].weight.grad.to_host())
         assert found.largest == pytest.approx(wanted.max(), rel=1e-5)
         assert found.smallest == pytest.approx(wanted[wanted > 0].min(), rel=1e-3)
@@ -139,7 +135,7 @@ def observed(queue: cl.CommandQueue, gradient: np.ndarray, scale: float) -> Laye
 def test_what_is_lost_is_what_a_real_cast_loses(queue: cl.CommandQueue, scale: float) -> None:
     rng = np.random.default_rng(0)
     gradient = np.exp2(rng.uniform(-30, 5, (32, 32))).astype(np.float32)
-    row = only(observed(queue, gradient, scale), kind="gradient", name="mul")
+    row = only(observed(queue, gradient, scale).rows, kind="gradient", name="mul")
     assert (row.scale, row.statistics.count) == (scale, gradient.size)
     for other in (2.0**-10, 1.0, 2.0**10, 2.0**14):
         with np.errstate(over="ignore"):
@@ -183,19 +179,6 @@ def test_a_tensor_with_the_id_of_one_that_was_released_is_another(queue: cl.Comm
         graph.forward("op", NOWHERE, [], to_device(queue, [number]))
         graph.release()
     assert len(graph.values) == 200
-
-
-def test_looking_changes_nothing(queue: cl.CommandQueue) -> None:
-    model, handle, once = run(queue, debug="summary", loss_scale="dynamic")
-    once()
-    before = [param.to_host().copy() for param in model.parameters()], handle.loss_scale, handle.summary().rows
-    handle.ranges(once)
-    assert [guard.pending for guard in handle._scaling.guards._by_id.values()] == [{}], "no step is due for its passes"
-    assert handle.loss_scale == before[1]
-    assert handle.summary().rows == before[2]
-    assert len(handle.history) == 1
-    for param, old in zip(model.parameters(), before[0], strict=True):
-        np.testing.assert_array_equal(param.to_host(), old)
 
 
 @pytest.mark.slow

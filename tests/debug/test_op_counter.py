@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pyopencl as cl
@@ -25,6 +26,9 @@ from tests.reference import to_device
 ROWS, WIDTHS = 8, (16, 32, 4)
 
 
+Row = TypeVar("Row")
+
+
 def counter_of(handle: Any) -> OpCounter:
     return handle._log.counter
 
@@ -37,7 +41,8 @@ def run(queue: cl.CommandQueue) -> Any:
         yield training, [training.step() for _ in range(10)]
 
 
-def only(rows: list[OpRow], **wanted: object) -> OpRow:
+def only(rows: Sequence[Row], **wanted: object) -> Row:
+    """The one row whose attributes are these."""
     found = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
     assert len(found) == 1, (wanted, rows)
     return found[0]

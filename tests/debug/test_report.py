@@ -98,18 +98,6 @@ def test_the_first_bad_op_is_named(queue: cl.CommandQueue, tmp_path: Path, debug
     assert run["steps"][-1]["parameters"]
 
 
-def test_a_page_is_written_where_the_path_is_no_json(queue: cl.CommandQueue, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    training = Training(queue, WIDTHS, debug="summary")
-    with training.handle as handle:
-        training.step()
-        handle.report(tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text(encoding="utf-8")
-    assert page.lower().startswith("<!doctype html>")
-    assert "linear_relu" in page
-    assert "1 of 1 steps were done" in page
-
-
 # ---------------------------------------------------------------------------------------------- of given numbers
 
 

@@ -187,6 +187,7 @@ def test_a_tried_step_changes_nothing(queue: cl.CommandQueue) -> None:
     before = weights_of(run.model), run.handle.loss_scale, list(run.handle.history), run.handle.summary().rows
     grads = [param.grad for param in run.model.parameters()]
     summary = run.handle.summary(run.step)
+    assert [guard.pending for guard in run.handle._scaling.guards._by_id.values()] == [{}], "no step is due"
     assert run.handle.loss_scale == before[1]
     assert list(run.handle.history) == before[2]
     for one, other in zip(weights_of(run.model), before[0], strict=True):
