@@ -145,7 +145,7 @@ class OpCounter(Observer):
         self._lock = threading.RLock()
         self._counts: dict[Key, OpRow] = {}
         self._named: dict[tuple[Any, ...], OpRow] = {}
-        self._casts: dict[tuple[str, str], list[int]] = {}
+        self._casts: dict[tuple[str, str], Casts] = {}
         self._layers: _Modules = {}
         self._models: _Modules = {}
         self._recording = _Replayed()
@@ -261,9 +261,8 @@ class OpCounter(Observer):
 
     def _add_cast(self, kinds: tuple[str, str], size: int) -> None:
         with self._lock:
-            count = self._casts.setdefault(kinds, [0, 0])
-            count[0] += 1
-            count[1] += size
+            before = self._casts.get(kinds, Casts(*kinds, 0, 0))
+            self._casts[kinds] = before._replace(calls=before.calls + 1, bytes=before.bytes + size)
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -283,8 +282,7 @@ class OpCounter(Observer):
     def casts(self) -> list[Casts]:
         """Casts, those of most bytes first."""
         with self._lock:
-            found = [Casts(source, target, *count) for (source, target), count in self._casts.items()]
-        return sorted(found, key=lambda one: -one.bytes)
+            return sorted(self._casts.values(), key=lambda one: -one.bytes)
 
     def paths(self) -> dict[int, str]:
         """The paths of layers that there still are, by their number in `Key`."""

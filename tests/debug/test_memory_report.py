@@ -295,26 +295,6 @@ def test_other_errors_of_drivers_stay_what_they_are(queue: cl.CommandQueue) -> N
 # ---------------------------------------------------------------------------------------------- how much
 
 
-def activations(queue: cl.CommandQueue) -> int:
-    """Bytes live at the end of the forward of 9 x Linear + ReLU, batch 256."""
-    model, data = mlp(queue, *[64] * 10), batch(queue, 256, 64, 64)
-    with MemoryMeter() as meter:
-        with ag.Tape() as tape:
-            loss = loss_of(model, data)
-        result = meter.activations
-    assert meter.peak >= result
-    del tape, loss
-    return result
-
-
-def test_activations_of_an_mlp_take_little_more_than_half(queue: cl.CommandQueue) -> None:
-    fp32 = activations(queue)
-    assert fp32 >= 10 * 256 * 64 * 4
-    for dtype in ("float16", "bfloat16"):
-        with amp.init(dtype=dtype):
-            assert 10 * 256 * 64 * 2 <= activations(queue) <= 0.55 * fp32
-
-
 def test_the_meter_counts_a_buffer_once(queue: cl.CommandQueue) -> None:
     original = Tensor.__init__
     with MemoryMeter() as meter:
