@@ -65,6 +65,8 @@ class OpTimer(OpCounter):
                 step()
                 _finish(queues)
         seconds = self._recorder.seconds
+        for key in self._counts:
+            self.took(key, 0.0)  # also of one without a launch
         for launch, key in enumerate(self._owners):
             if launch not in self._shared_casts:
                 self.took(key, seconds[launch])
@@ -97,7 +99,6 @@ class OpTimer(OpCounter):
 
     def counted(self, key: Key) -> None:
         self._owners += [key] * (len(self._recorder) - len(self._owners))
-        self.took(key, 0.0)  # of one without a launch
 
     def converted(self, source: Tensor, target: Tensor) -> None:
         """Of several weights that are cast together all launches are told of when they have run: for each weight."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from clamp.debug.layer_ranges import LayerRange
-from clamp.debug.page.schema import HeldAt, Module, Op, Range, Step, TensorKind
-from clamp.report import Run, write_run
+from clamp.debug.page.schema import HeldAt, Module, Op, Range, TensorKind
+from clamp.report import Run, checked, write_run
+from clamp.scaling.step_report import StepReport
 from tests.ops.test_statistics import expected
 
 MATMUL = "netcl.autograd.matmul_op"
@@ -52,36 +55,26 @@ def modules() -> list[Module]:
     return [{"path": path, "class": name, "parameters": count} for path, name, count in found]
 
 
-def steps() -> list[Step]:
+def steps() -> Iterator[dict[str, Any]]:
     """Two skips at the start, while the scale is sought, and ten at the end."""
     rng = np.random.default_rng(17)
-    found: list[Step] = []
     scale = 65536.0
     for number in range(1, LAST + 1):
         searching, broken = number in (1, 2), number > LAST - 10
-        before = scale
-        scale /= 2 if searching or broken else 1
-        if number == 130:
-            scale /= 4
-        parameters = ["head.weight"] if searching else ["blocks.2.attention.qkv", "blocks.1.mlp.2.weight"]
-        what = "inf in 96 elements" if searching else "nan in 264192 elements"
-        fall = 1.1 + 3.3 * np.exp(-number / 40)
-        found.append(
-            {
-                "step": number,
-                "stepped": not (searching or broken),
-                "reason": f"{what} of the gradients of {', '.join(parameters)}" if searching or broken else "",
-                "loss": float("nan") if broken else float(fall * rng.normal(1, 0.02)),
-                "scale": scale,
-                "scale_before": before,
-                "gradient_norm": float("inf") if searching else float("nan") if broken
-                else float(0.4 * fall * np.exp(rng.normal(0, 0.15)) * 1.012**number),
-                "infs": 96 if searching else 0,
-                "nans": 264192 if broken else 0,
-                "parameters": parameters if searching or broken else [],
-            }
+        is_bad, before = searching or broken, scale
+        scale /= 2 if is_bad else 4 if number == 130 else 1
+        names = ("head.weight",) if searching else ("blocks.2.attention.qkv", "blocks.1.mlp.2.weight")
+        what = f"{'inf in 96' if searching else 'nan in 264192'} elements of the gradients of {', '.join(names)}"
+        report = StepReport(
+            not is_bad, what if is_bad else "", scale, scale_before=before, step=number, infs=96 * searching,
+            nans=264192 * broken, parameters=names if is_bad else (),
         )  # fmt: skip
-    return found
+        fall = 1.1 + 3.3 * np.exp(-number / 40)
+        loss = np.nan if broken else fall * rng.normal(1, 0.02)
+        norm = np.nan if broken else np.inf
+        if not is_bad:
+            norm = 0.4 * fall * np.exp(rng.normal(0, 0.15)) * 1.012**number
+        yield {**asdict(report), "loss": loss, "gradient_norm": norm}
 
 
 def _op(name: str, policy: str, module: str, line: int, shape: list[int], milliseconds: float, **more: object) -> Op:
@@ -174,7 +167,7 @@ def moments() -> Iterator[HeldAt]:
 
 def sample_run() -> Run:
     """The whole run; the same one every time."""
-    return {
+    return checked({
         "version": 1,
         "clamp": "0.1.0",
         "device": {
@@ -196,7 +189,7 @@ def sample_run() -> Run:
             "cure": f'handle = amp.init(custom_black_list=["{MATMUL}"])',
             "kind": "overflow",
         },
-        "steps": steps(),
+        "steps": list(steps()),
         "ops": list(ops()),
         "ranges": list(ranges()),
         "suggested_scale": 2.0**19,
@@ -238,7 +231,7 @@ def sample_run() -> Run:
                 for op in before_the_bad_one()
             ],
         },
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def short_run() -> Run:
