@@ -101,8 +101,8 @@ class LayerRanges:
         """The loss scale for the AMP dtype (of float32: for float16), with headroom; see
         `clamp.debug.ranges.suggested_scale`. 1.0, which is none, where bfloat16 loses nothing without; None if the
         step had no gradient."""
-        gradients = self._scaled
-        if not gradients:
+        gradients = self._gradients
+        if not gradients.count:
             return None
         if self.dtype == "bfloat16" and not max(self._lost_at([1.0], "bfloat16")[0][:2]):
             return 1.0
@@ -132,15 +132,15 @@ class LayerRanges:
         return dict(zip(ranges.SCALES, self._lost_at(ranges.SCALES, dtype), strict=True))
 
     def _lost_at(self, scales: Sequence[float], dtype: DTypeLike) -> list[Lost]:
-        together = ranges.pooled(self._scaled)
-        return [ranges.lost(together, dtype, scale / self.scale) for scale in scales]
+        gradients = self._gradients
+        return [ranges.lost(gradients, dtype, scale / self.scale) for scale in scales]
 
     @property
-    def _scaled(self) -> list[Statistics]:
-        """Those of gradients that AMP stores in 16 bits; where it has none of them, of those of all activations."""
+    def _gradients(self) -> Statistics:
+        """Those that AMP stores in 16 bits, together; where it has none of them, those of all activations."""
         gradients = [row for row in self.rows if row.kind == "gradient" and row.statistics.count]
         narrow = [row for row in gradients if row.dtype in HALF_DTYPES]
-        return [row.statistics for row in narrow or gradients]
+        return ranges.pooled(row.statistics for row in narrow or gradients)
 
     def draw(self, path: str | Path) -> None:
         """Draws the magnitudes of each layer's activations, parameters and gradients beside float16's range, as the

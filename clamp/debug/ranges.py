@@ -88,7 +88,7 @@ def lost(statistics: Statistics, dtype: DTypeLike, factor: float = 1.0) -> Lost:
     return Lost(below[0] / count, (_finite(statistics) - below[2]) / count, (below[1] - below[0]) / count)
 
 
-def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeLike = "float16") -> float:
+def suggested_scale(gradients: Statistics, scale: float, dtype: DTypeLike = "float16") -> float:
     """The largest power of two at which no gradient comes nearer to overflow than by a factor of ``HEADROOM``.
 
     So it is a quarter to a half of the largest scale of all that does not overflow; between 2^-14 and 2^24, which are a
@@ -96,7 +96,7 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
     most. With no gradient that is not zero it is 2^24.
 
     Args:
-        gradients: with or without histograms.
+        gradients: those of all of them together; with or without a histogram.
         scale: what the gradients were multiplied by when they were observed.
         dtype: float16 or bfloat16.
 
@@ -106,11 +106,10 @@ def suggested_scale(gradients: Iterable[Statistics], scale: float, dtype: DTypeL
     largest_number = FORMATS[_format_name(dtype)].largest
     scale = positive("scale", scale)
     suggested = DEFAULT_RULE.max
-    for one in gradients:
-        if one.largest:
-            suggested = min(suggested, _power_of_two(largest_number / HEADROOM / one.largest * scale))
-        if one.infs or one.nans:
-            suggested = min(suggested, _power_of_two(scale / 2))
+    if gradients.largest:
+        suggested = min(suggested, _power_of_two(largest_number / HEADROOM / gradients.largest * scale))
+    if not gradients.is_finite:
+        suggested = min(suggested, _power_of_two(scale / 2))
     return max(suggested, DEFAULT_RULE.min)
 
 

@@ -137,9 +137,9 @@ def test_bad_arguments(factor: float) -> None:
     with pytest.raises(ValueError, match="factor"):
         lost(one, "float16", factor)
     with pytest.raises(ValueError, match="scale"):
-        suggested_scale([one], factor)
+        suggested_scale(one, factor)
     with pytest.raises(ValueError, match="float64"):
-        suggested_scale([one], 1.0, "float64")
+        suggested_scale(one, 1.0, "float64")
     with pytest.raises(ValueError, match="float32"):
         lost(one, "float32")
 
@@ -156,7 +156,7 @@ def gradients(seed: int) -> tuple[list[Any], float]:
 def test_the_suggested_scale_is_near_the_largest_without_overflow(dtype: str) -> None:
     for seed in range(60):
         arrays, scale = gradients(seed)
-        suggested = suggested_scale([expected(scale * array, histogram=False) for array in arrays], scale, dtype)
+        suggested = suggested_scale(pooled(expected(scale * array) for array in arrays), scale, dtype)
         fitting = [s for s in SCALES if not any(really_lost(array, dtype, s).overflow for array in arrays)]
         if fitting:
             assert max(fitting) / 4 <= suggested <= max(fitting)
@@ -167,12 +167,12 @@ def test_the_suggested_scale_is_near_the_largest_without_overflow(dtype: str) ->
 
 def test_suggestions_where_little_is_known() -> None:
     zeros = expected(np.zeros(3, np.float32))
-    assert suggested_scale([zeros], 1.0) == suggested_scale([], 1.0) == 2.0**24
+    assert suggested_scale(zeros, 1.0) == suggested_scale(pooled([]), 1.0) == 2.0**24
     for bad in (np.inf, np.nan):
         overflowed = expected(np.array([bad, 1e-3], np.float32))
-        assert suggested_scale([zeros, overflowed], 2.0**10) == 2.0**9
-        assert suggested_scale([overflowed], 2.0**-14) == 2.0**-14
-    assert suggested_scale([expected(np.array([3e38], np.float32))], 1.0) == 2.0**-14
+        assert suggested_scale(pooled([zeros, overflowed]), 2.0**10) == 2.0**9
+        assert suggested_scale(overflowed, 2.0**-14) == 2.0**-14
+    assert suggested_scale(expected(np.array([3e38], np.float32)), 1.0) == 2.0**-14
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
