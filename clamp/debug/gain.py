@@ -56,9 +56,11 @@ class OpTimer(OpCounter):
         self._activations = 0
         self.queues: list[cl.CommandQueue] = []
 
-    def time(self, step: Step, queues: Iterable[cl.CommandQueue]) -> Side:
-        """Runs a step on these queues; how long it takes as a whole is left open."""
-        with undoing() as undo:
+    def time(self, step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> Side:
+        """Runs a step in a region, on these queues; how long it takes as a whole is left open."""
+        weight_cache.clear()
+        _finish(queues)
+        with in_region(region), undoing() as undo:
             undo.callback(self.stop)
             self.start()
             with self._meter, self._recorder:
@@ -204,10 +206,10 @@ def try_step(step: Step) -> Trial:
     with dry_run(step):
         first = [OpTimer(alone=False) for _ in sides]
         for timer, region in zip(first, sides, strict=True):
-            _timed(timer, step, region, ())  # builds its kernels, too
+            timer.time(step, region, ())  # builds its kernels, too
         queues = list({id(queue): queue for timer in first for queue in timer.queues}.values())
         alone = not all(queue.properties & cl.command_queue_properties.PROFILING_ENABLE for queue in queues)
-        passes = [[_timed(OpTimer(alone), step, region, queues) for region in sides] for _ in range(_PASSES)]
+        passes = [[OpTimer(alone).time(step, region, queues) for region in sides] for _ in range(_PASSES)]
         if not all(side.rows for one in passes for side in one):
             raise NothingSeenError
         amp, plain = map(_least, zip(*passes, strict=True))
@@ -271,13 +273,6 @@ def _seconds(step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> f
         return perf_counter() - began
 
 
-def _timed(timer: OpTimer, step: Step, region: Region, queues: Iterable[cl.CommandQueue]) -> Side:
-    weight_cache.clear()
-    _finish(queues)
-    with in_region(region):
-        return timer.time(step, queues)
-
-
 def _finish(queues: Iterable[cl.CommandQueue]) -> None:
     for queue in queues:
         queue.finish()
@@ -287,6 +282,6 @@ def _least(passes: Sequence[Side]) -> Side:
     times: dict[tuple[Any, ...], list[float]] = {}
     for row in (row for one in passes for row in one.rows):
         times.setdefault(row.identity, []).append(row.seconds or 0.0)
-    rows = [replace(row, seconds=min(own), most=max(own)) for row in passes[-1].rows if (own := times[row.identity])]
+    rows = [replace(row, seconds=min(times[row.identity]), most=max(times[row.identity])) for row in passes[-1].rows]
     least = {name: min(getattr(one, name) for one in passes) for name in _TIMES}
     return replace(passes[-1], rows=rows, **least)
