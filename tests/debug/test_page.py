@@ -321,6 +321,7 @@ def test_memory_is_drawn_op_by_op_to_its_peak() -> None:
             colours = set(re.findall(r"fill: var\(--(\w+)\)", version))
             assert colours >= {"parameter", "scale", "good", "gradient", "activation", "norm", "line"}
         assert len(drawn) < 400_000
+    assert "peak, 0 bytes" in memory_timeline([moments[0]._replace(bytes=dict.fromkeys(KINDS, 0))])
     assert memory_timeline([]) == ""
 
 

@@ -320,9 +320,9 @@ def _draw_held(axes: Axes, moments: Sequence[Moment], peak: int, where: str, len
     plain_axes(axes)
     axes.grid(axis="y")
     places = range(len(moments) + 1)  # an op's moment lasts until the next one's
-    layers = {colour: [sum(x.bytes[kind] for kind in kinds) for x in moments] for kinds, colour in HELD.values()}
-    drawn = {COLOUR[colour]: [*own, own[-1]] for colour, own in layers.items() if any(own)}
-    axes.stackplot(places, *drawn.values(), colors=drawn, step="post", linewidth=0)
+    layers = [[sum(x.bytes[kind] for kind in kinds) for x in (*moments, moments[-1])] for kinds, _ in HELD.values()]
+    colours = [COLOUR[colour] for _, colour in HELD.values()]
+    axes.stackplot(places, *layers, colors=colours, step="post", linewidth=0)
     most = moments[peak].held or 1
     each = 2.0 ** math.ceil(math.log2(most / 5))  # bytes from one line to the next
     ticks = [each * number for number in range(int(most / each) + 1)]

@@ -192,8 +192,7 @@ def _bars(found: Memory, dtype: str) -> list[tuple[str, str, int]]:
 def _saving(found: Memory) -> str:
     """Returns what AMP saves, in words."""
     parts = [
-        f"{name} {100 * (1 - mine / theirs):.0f} % less than in float32" if mine <= theirs else
-        f"{name} {100 * (mine / theirs - 1):.0f} % more than in float32"
+        f"{name} {100 * abs(mine / theirs - 1):.0f} % {'less' if mine <= theirs else 'more'} than in float32"
         for name, mine, theirs in (
             ("activations take", found["activations"], found["float32_activations"]),
             ("the peak is", found["peak"], found["float32_peak"]),
