@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -232,7 +231,9 @@ def write_run(run: Run, path: str | Path) -> None:
         ValueError: see `checked`.
         OSError: the file cannot be written.
     """
-    text = json.dumps(_without_non_finite(checked(run)), indent=1, allow_nan=False, ensure_ascii=False)
+    # What JSON has no numbers for are Python's constants in the first text, and texts in the second.
+    content = json.loads(json.dumps(checked(run)), parse_constant=lambda name: str(float(name)))
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
     with replacing(path) as file:
         file.write(text + "\n")
 
@@ -291,12 +292,3 @@ def _checked_plain(value: Any, kind: type, where: str) -> Any:
 def _wrong(value: Any, wanted: str, where: str) -> ValueError:
     shown = repr(value)
     return ValueError(f"{where} is {shown if len(shown) < 60 else shown[:60] + '...'}: write {wanted}")
-
-
-def _without_non_finite(value: Any) -> Any:
-    """The value with texts for what JSON has no numbers for."""
-    if isinstance(value, dict):
-        return {key: _without_non_finite(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_without_non_finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
