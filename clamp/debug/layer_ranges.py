@@ -312,11 +312,9 @@ def observe_lost_updates(step: Callable[[], Any]) -> LostUpdates:
 def _of(optimizer: Any, rounded: Sequence[bridge.Tensor], is_plain: bool, notes: list[str]) -> list[LayerUpdates]:
     """The updates of one optimizer's weights; notes why where they are not known."""
     name = type(optimizer).__name__
-    if not bridge.has_rule(optimizer):
-        notes.append(f"what rounding loses of {name}'s updates is not measured: its step is not one that clamp makes")
-        return []
-    if not is_plain:
-        notes.append(f"what rounding loses of {name}'s updates is not measured: step() is called with arguments")
+    if not (has_rule := bridge.has_rule(optimizer)) or not is_plain:
+        why = "step() is called with arguments" if has_rule else "its step is not one that clamp makes"
+        notes.append(f"what rounding loses of {name}'s updates is not measured: {why}")
         return []
     stepped = [x for x in bridge.stepped(optimizer) if any(x is y for y in rounded) and x.size]
     counts = {id(x): found for x in stepped if (found := of_next_step(optimizer, x)) is not None}
