@@ -6,6 +6,7 @@ Read from Python's stack when somebody observes, so that calls carry nothing of 
 
 from __future__ import annotations
 
+import linecache
 import sys
 import types
 from collections import Counter
@@ -85,6 +86,21 @@ class Place(NamedTuple):
     def short_line(self) -> str:
         """``"train.py:31"``."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+    @property
+    def at(self) -> str:
+        """``" at train.py:31"``; empty if there is no such line."""
+        return f" at {self.short_line}" if self.file else ""
+
+    @property
+    def source(self) -> str:
+        """The text of the line; empty if there is none."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def layer_kind(self) -> str:
+        """``" (Linear)"``, the class of the innermost layer around it; empty if there is none."""
+        return f" ({type(self.modules[0]).__name__})" if self.modules else ""
 
 
 NOWHERE = Place()

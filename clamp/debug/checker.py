@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import linecache
 import os
 import threading
 import tomllib
@@ -56,172 +55,6 @@ class DebugMode(enum.Enum):
     def aborts(self, found: Numerics) -> bool:
         """Returns whether a tensor ends the program."""
         return self is DebugMode.CHECK_NAN_INF_AND_ABORT and not found.is_finite
-
-
-class Checker(Observer):
-    """An observer that reads every result when it is made, in replays too.
-
-    Args:
-        mode: what is said.
-        write: called with the name of a device and a line.
-        sampling: which ops are checked.
-        with_source: whether the line of the program follows one that tells of inf or nan.
-        thread: whose ops alone are checked, by its identifier; None: all.
-    """
-
-    def __init__(
-        self, mode: DebugMode, write: Write, sampling: Sampling | None = None, *, with_source: bool = True,
-        thread: int | None = None,
-    ) -> None:  # fmt: skip
-        self.on = True
-        self._mode, self._write, self._with_source, self._thread = mode, write, with_source, thread
-        self._sampling = sampling or Sampling()
-        self._step = 1  # the one that is under way
-        self._met = False  # whether something was computed in it
-        self._unmet = set(self._sampling.modules)  # patterns that no module has had
-        self._paths = bridge.ModulePaths()
-
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
-        if not (self.on and self._thread in (None, threading.get_ident()) and self._looks()):
-            return None
-        op, place = getattr(made, "op_name", None) or "op", here()
-        if not self._takes(op, place):
-            return None
-        checked = Checked(place.name_of(op), place)
-        self._check(checked, [made.value])
-        return checked
-
-    def gradients(
-        self, token: Checked, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
-        if self.on:
-            self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
-
-    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        if self.on and self._looks() and self._takes(SUM, NOWHERE):
-            self._check(Checked(SUM, NOWHERE, True), [made])
-
-    def stepped(self, report: Any) -> None:
-        self.end_step()
-
-    def end_step(self) -> None:
-        """Begins another step, if anything was computed in this one: steps of several optimizers after one another end
-        the same one."""
-        if self._met:
-            if self._unmet and self._sampling.takes_step(self._step):
-                self._warn_of_unmet()
-            self._step += 1
-            self._met = False
-
-    def check_given(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Checks what no op has made."""
-        self._check(Checked(name, here()), tensors)
-
-    def _check(self, checked: Checked, made: Sequence[Any]) -> None:
-        tensors = [x for x in made if bridge.is_floating(x) and x.size]
-        if any(isinstance(x, Tensor) and not bridge.on_device(x) for x in made):
-            note_numpy_backend()
-        if tensors:
-            kinds = [(x.queue.device, bridge.canonical_dtype(x.dtype), tuple(x.shape)) for x in tensors]
-            # Launched among the others, and so in replays, too; read at once, before something writes to it.
-            host_step(partial(self._tell, checked, kinds, PendingNumerics(tensors)))
-
-    def _tell(
-        self, checked: Checked, kinds: Sequence[tuple[cl.Device, str, tuple[int, ...]]], pending: PendingNumerics
-    ) -> None:
-        if not (self.on and self._looks()):
-            return
-        for (device, dtype, shape), found in zip(kinds, pending.read(), strict=True):
-            if not self._mode.wants(dtype, found):
-                continue
-            paths = self._paths.of(checked.place.modules[0]) if checked.place.modules else ("",)
-            name = "+".join(paths) + ("@GRAD" if checked.is_gradient else "")
-            label = device_name(device)
-            self._write(label, line_of(label, checked.name, name, dtype, found, checked.place.short_line))
-            if self._with_source and not found.is_finite and checked.source:
-                self._write(label, f"    {checked.place.short_line}: {checked.source}")
-            if self._mode.aborts(found):
-                raise FloatingPointError(checked.error(paths, dtype, shape, found))
-
-    # ------------------------------------------------------------------------------------------ which ops
-
-    def _looks(self) -> bool:
-        """Returns whether this step is looked at. To be asked at each op, first.
-
-        While launches are being recorded it is: what is recorded runs in many steps.
-        """
-        self._met = True
-        return recorder() is not None or self._sampling.takes_step(self._step)
-
-    def _takes(self, op: str, place: Place) -> bool:
-        """Returns whether an op at a place is looked at, in a step that is."""
-        return self._sampling.takes_op(op, place) and (not self._sampling.modules or self._is_inside(place.modules))
-
-    def _is_inside(self, modules: Iterable[Any]) -> bool:
-        found = {
-            pattern
-            for module in modules
-            for path in self._paths.of(module)
-            for pattern in self._sampling.modules
-            if fnmatchcase(path, pattern)
-        }
-        self._unmet -= found
-        return bool(found)
-
-    def _warn_of_unmet(self) -> None:
-        """Says, once, that patterns have met no module in a whole step."""
-        unmet, self._unmet = sorted(self._unmet), set()
-        known = sorted(filter(None, self._paths.known))
-        near = "".join(_near(pattern, known) for pattern in unmet)
-        warn_user(f"no op of step {self._step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
-
-
-class Checked(NamedTuple):
-    """An op that is checked, forward or backward.
-
-    Attributes:
-        name: of it, ``"matmul_op"``, or ``"matmul_op_grad"``.
-        place: where its forward is called.
-        is_gradient: whether it is its backward.
-    """
-
-    name: str
-    place: Place
-    is_gradient: bool = False
-
-    @property
-    def source(self) -> str:
-        """The line of the program; empty if there is none."""
-        return linecache.getline(self.place.file, self.place.line).strip() if self.place.file else ""
-
-    def error(self, paths: Sequence[str], dtype: str, shape: tuple[int, ...], found: Numerics) -> str:
-        """Returns what a user reads whose program this ends."""
-        where = f" in {', '.join(paths)}" if any(paths) else ""
-        if self.place.modules:
-            where += f" ({type(self.place.modules[0]).__name__})"
-        at = f", at {self.place.short_line}: {self.source}" if self.source else ""
-        return (
-            f"{self.name}{where} gave {found.nans} nan and {found.infs} inf among {found.count} elements of {dtype} "
-            f"{shape}{at}"
-        )
-
-
-def line_of(device: str, op: str, tensor: str, dtype: str, found: Numerics, at: str = "") -> str:
-    """Returns what Paddle prints of a tensor, how much of it float16 does not hold, and the line of the program."""
-    error = "" if found.is_finite else "[ERROR] "
-    lost = f", num_over_fp16={found.beyond}, num_under_fp16={found.below}" if dtype == "float32" else ""
-    return (
-        f"[PRECISION] {error}in [device={device}, op={op}, tensor={tensor}, dtype={SHORT[dtype]}], "
-        f"numel={found.count}, num_nan={found.nans}, num_inf={found.infs}, num_zero={found.zeros}, "
-        f"max={found.greatest:.6e}, min={found.least:.6e}, mean={found.mean:.6e}{lost}{f', at={at}' if at else ''}"
-    )
-
-
-@cache
-def device_name(device: cl.Device) -> str:
-    """A device as Paddle would write it, ``"gpu:0"``: its kind, and its place among all devices."""
-    kind = "cpu" if device.type & cl.device_type.CPU else "gpu"
-    return f"{kind}:{list_devices().index(device)}"
 
 
 # ---------------------------------------------------------------------------------------------- which ops
@@ -341,3 +174,163 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 def _is_whole(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
+
+
+# ---------------------------------------------------------------------------------------------- the checker
+
+
+class Checker(Observer):
+    """An observer that reads every result when it is made, in replays too.
+
+    Args:
+        mode: what is said.
+        write: called with the name of a device and a line; prints it by default.
+        sampling: which ops are checked.
+        with_source: whether the line of the program follows one that tells of inf or nan.
+        thread: whose ops alone are checked, by its identifier; None: all.
+    """
+
+    def __init__(
+        self, mode: DebugMode, write: Write = lambda device, line: print(line), sampling: Sampling = Sampling(), *,
+        with_source: bool = True, thread: int | None = None,
+    ) -> None:  # fmt: skip
+        self.on = True
+        self._mode, self._write, self._with_source, self._thread = mode, write, with_source, thread
+        self._sampling = sampling
+        self._step = 1  # the one that is under way
+        self._met = False  # whether something was computed in it
+        self._unmet = set(self._sampling.modules)  # patterns that no module has had
+        self._paths = bridge.ModulePaths()
+
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
+        if not (self.on and self._thread in (None, threading.get_ident()) and self._looks()):
+            return None
+        op, place = getattr(made, "op_name", None) or "op", here()
+        if not self._takes(op, place):
+            return None
+        checked = Checked(place.name_of(op), place)
+        self._check(checked, [made.value])
+        return checked
+
+    def gradients(
+        self, token: Checked, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+    ) -> None:
+        if self.on:
+            self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
+
+    def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
+        if self.on and self._looks() and self._takes(SUM, NOWHERE):
+            self._check(Checked(SUM, NOWHERE, True), [made])
+
+    def stepped(self, report: Any) -> None:
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Begins another step, if anything was computed in this one: steps of several optimizers after one another end
+        the same one."""
+        if self._met:
+            if self._unmet and self._sampling.takes_step(self._step):
+                self._warn_of_unmet()
+            self._step += 1
+            self._met = False
+
+    def check_given(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Checks what no op has made."""
+        self._check(Checked(name, here()), tensors)
+
+    def _check(self, checked: Checked, made: Sequence[Any]) -> None:
+        tensors = [x for x in made if bridge.is_floating(x) and x.size]
+        if any(isinstance(x, Tensor) and not bridge.on_device(x) for x in made):
+            note_numpy_backend()
+        if tensors:
+            kinds = [(x.queue.device, bridge.canonical_dtype(x.dtype), tuple(x.shape)) for x in tensors]
+            # Launched among the others, and so in replays, too; read at once, before something writes to it.
+            host_step(partial(self._tell, checked, kinds, PendingNumerics(tensors)))
+
+    def _tell(
+        self, checked: Checked, kinds: Sequence[tuple[cl.Device, str, tuple[int, ...]]], pending: PendingNumerics
+    ) -> None:
+        if not (self.on and self._looks()):
+            return
+        for (device, dtype, shape), found in zip(kinds, pending.read(), strict=True):
+            if not self._mode.wants(dtype, found):
+                continue
+            paths = self._paths.of(checked.place.modules[0]) if checked.place.modules else ("",)
+            name = "+".join(paths) + ("@GRAD" if checked.is_gradient else "")
+            label = device_name(device)
+            self._write(label, line_of(label, checked.name, name, dtype, found, checked.place.short_line))
+            if self._with_source and not found.is_finite and checked.place.source:
+                self._write(label, f"    {checked.place.short_line}: {checked.place.source}")
+            if self._mode.aborts(found):
+                where = (f" in {', '.join(paths)}" if any(paths) else "") + checked.place.layer_kind
+                at = f",{checked.place.at}: {checked.place.source}" if checked.place.source else ""
+                raise FloatingPointError(f"{checked.name}{where} gave {counts_in_words(found, dtype, shape)}{at}")
+
+    # ------------------------------------------------------------------------------------------ which ops
+
+    def _looks(self) -> bool:
+        """Returns whether this step is looked at. To be asked at each op, first.
+
+        While launches are being recorded it is: what is recorded runs in many steps.
+        """
+        self._met = True
+        return recorder() is not None or self._sampling.takes_step(self._step)
+
+    def _takes(self, op: str, place: Place) -> bool:
+        """Returns whether an op at a place is looked at, in a step that is."""
+        return self._sampling.takes_op(op, place) and (not self._sampling.modules or self._is_inside(place.modules))
+
+    def _is_inside(self, modules: Iterable[Any]) -> bool:
+        found = {
+            pattern
+            for module in modules
+            for path in self._paths.of(module)
+            for pattern in self._sampling.modules
+            if fnmatchcase(path, pattern)
+        }
+        self._unmet -= found
+        return bool(found)
+
+    def _warn_of_unmet(self) -> None:
+        """Says, once, that patterns have met no module in a whole step."""
+        unmet, self._unmet = sorted(self._unmet), set()
+        known = sorted(filter(None, self._paths.known))
+        near = "".join(_near(pattern, known) for pattern in unmet)
+        warn_user(f"no op of step {self._step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
+
+
+class Checked(NamedTuple):
+    """An op that is checked, forward or backward.
+
+    Attributes:
+        name: of it, ``"matmul_op"``, or ``"matmul_op_grad"``.
+        place: where its forward is called.
+        is_gradient: whether it is its backward.
+    """
+
+    name: str
+    place: Place
+    is_gradient: bool = False
+
+
+def counts_in_words(found: Numerics, dtype: str, shape: Sequence[int]) -> str:
+    """``"0 nan and 3 inf among 8 elements of float16 (2, 4)"``."""
+    return f"{found.nans} nan and {found.infs} inf among {found.count} elements of {dtype} {tuple(shape)}"
+
+
+def line_of(device: str, op: str, tensor: str, dtype: str, found: Numerics, at: str = "") -> str:
+    """Returns what Paddle prints of a tensor, how much of it float16 does not hold, and the line of the program."""
+    error = "" if found.is_finite else "[ERROR] "
+    lost = f", num_over_fp16={found.beyond}, num_under_fp16={found.below}" if dtype == "float32" else ""
+    return (
+        f"[PRECISION] {error}in [device={device}, op={op}, tensor={tensor}, dtype={SHORT[dtype]}], "
+        f"numel={found.count}, num_nan={found.nans}, num_inf={found.infs}, num_zero={found.zeros}, "
+        f"max={found.greatest:.6e}, min={found.least:.6e}, mean={found.mean:.6e}{lost}{f', at={at}' if at else ''}"
+    )
+
+
+@cache
+def device_name(device: cl.Device) -> str:
+    """A device as Paddle would write it, ``"gpu:0"``: its kind, and its place among all devices."""
+    kind = "cpu" if device.type & cl.device_type.CPU else "gpu"
+    return f"{kind}:{list_devices().index(device)}"

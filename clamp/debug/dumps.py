@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,39 +46,22 @@ def _logs(first: Path, second: Path) -> list[tuple[Path, Path]]:
     return list(zip(*logs, strict=True))
 
 
-def _read(log: Path) -> list[Dumped]:
-    found = []
+def _read(log: Path) -> dict[tuple[Any, int], Dumped]:
+    """The lines of a run by what they are of: the n-th tensor of an op, a name and a size."""
+    found: dict[tuple[Any, int], Dumped] = {}
+    count = Counter[Any]()
     for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), 1):
         if "[PRECISION]" not in line:
             continue
         match = _LINE.search(line)
         if match is None:
             raise ValueError(f"{log}:{number} is not as the tensor checker writes: {line!r}")
-        found.append(
-            {name: float(text) if name in _RATIOS else int(text) if name.startswith("num") else text
-             for name, text in match.groupdict().items()}
-        )  # fmt: skip
+        dumped = {name: float(text) if name in _RATIOS else int(text) if name.startswith("num") else text
+                  for name, text in match.groupdict().items()}  # fmt: skip
+        tensor = tuple(dumped[name] for name in _OF_BOTH)
+        found[tensor, count[tensor]] = dumped
+        count[tensor] += 1
     return found
-
-
-def _pairs(first: Sequence[Dumped], second: Sequence[Dumped]) -> Iterator[tuple[Dumped | None, Dumped | None]]:
-    """Pairs the lines of two runs about the same tensor: the n-th one of an op, a name and a size; None where one has
-    no such line.
-
-    In the order of the second run; what only the first one has comes last.
-    """
-    left = dict(_numbered(first))
-    for key, dumped in _numbered(second):
-        yield left.pop(key, None), dumped
-    yield from ((dumped, None) for dumped in left.values())
-
-
-def _numbered(run: Sequence[Dumped]) -> Iterator[tuple[tuple[Any, int], Dumped]]:
-    count = Counter[Any]()
-    for dumped in run:
-        key = tuple(dumped[name] for name in _OF_BOTH)
-        yield (key, count[key]), dumped
-        count[key] += 1
 
 
 def _row(worker: str, fp32: Dumped | None, fp16: Dumped | None, loss_scale: float) -> dict[str, Any]:
@@ -145,8 +127,9 @@ def compare_dumped(
         )
     rows, infinite = [], list[str]()
     for fp32_log, fp16_log in _logs(Path(dump_path), Path(another_dump_path)):
-        for fp32, fp16 in _pairs(_read(fp32_log), _read(fp16_log)):
-            row = _row(fp16_log.name, fp32, fp16, loss_scale)
+        first, second = _read(fp32_log), _read(fp16_log)
+        for tensor in {**second, **first}:  # in the second run's order; what only the first one has comes last
+            row = _row(fp16_log.name, first.get(tensor), second.get(tensor), loss_scale)
             rows.append(row)
             if row["infinite"] and row["op_type"] not in infinite:
                 infinite.append(row["op_type"])

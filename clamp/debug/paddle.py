@@ -17,14 +17,13 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.arguments import tensors_in
 from clamp.casting.results import RESULTS, Observer
 from clamp.debug.callsite import here
-from clamp.debug.checker import Checker, DebugMode, Sampling, device_name, line_of
+from clamp.debug.checker import Checker, DebugMode, Sampling, counts_in_words, device_name, line_of
 from clamp.interrupts import undoing, uninterrupted
 from clamp.opencl.host_steps import host_step
 from clamp.ops.statistics import numerics_of
 from clamp.patching.user_functions import decorating
 
-_checker: Checker | None = None
-_stats: OperatorStats | None = None
+_on: dict[type[Observer], Observer] = {}  # the checker, and the one that counts, while they are on
 
 
 def check_numerics(
@@ -56,10 +55,8 @@ def check_numerics(
     if debug_mode.wants(value.dtype, found):
         print(line)
     if debug_mode.aborts(found):
-        raise FloatingPointError(
-            f"{var_name or 'the tensor'} of {op_type or 'an op'} has {found.nans} nan and {found.infs} inf among "
-            f"{found.count} elements of {value.dtype} {tuple(value.shape)}"
-        )
+        counts = counts_in_words(found, value.dtype, value.shape)
+        raise FloatingPointError(f"{var_name or 'the tensor'} of {op_type or 'an op'} has {counts}")
     stats = np.array([found.nans, found.infs, found.zeros], np.int64)
     values = np.array([found.greatest, found.least, found.mean], np.float32)
     return Tensor.from_host(value.queue, stats, dtype="int64"), Tensor.from_host(value.queue, values)
@@ -102,9 +99,8 @@ class TensorCheckerConfig:
             raise ValueError(f"stack_height_limit must be int, got {stack_height_limit!r}")
         if not isinstance(output_dir, str | os.PathLike | None):
             raise TypeError(f"output_dir is the path of a folder, got {output_dir!r}")
-        self._log = None if output_dir is None else _Log(Path(output_dir))
-        write = _print if self._log is None else self._log.write
-        self._checker = Checker(debug_mode, write, self._sampling(sampling), with_source=stack_height_limit > 0)
+        self._has_begun = False
+        self._checker = Checker(debug_mode, self._write, self._sampling(sampling), with_source=stack_height_limit > 0)
 
     def _sampling(self, given: Sampling | str | Path | None) -> Sampling:
         lists = {"checked_op_list": self.checked_op_list, "skipped_op_list": self.skipped_op_list,
@@ -121,12 +117,35 @@ class TensorCheckerConfig:
         return given if isinstance(given, Sampling) else Sampling.read(given)
 
     def start(self) -> Checker:
-        """The checker, at the beginning of a step."""
-        if self._log is not None:
-            self._log.begin()
+        """The checker, at the beginning of a step; the first time, the logs of an earlier run go."""
+        if self.output_dir is not None and not self._has_begun:
+            Path(self.output_dir).mkdir(parents=True, exist_ok=True)
+            for old in Path(self.output_dir).glob("worker_*.log"):
+                old.unlink()
+        self._has_begun = True
         self._checker.end_step()
         self._checker.on = True
         return self._checker
+
+    def _write(self, device: str, line: str) -> None:
+        if self.output_dir is None:
+            print(line)
+            return
+        log = Path(self.output_dir) / f"worker_{device.replace(':', '.')}.log"
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+def _switch(kind: type[Observer], other: Observer | None = None) -> Observer | None:
+    """Ends the observer of a kind that is on, which is returned, and turns another one on, if it is given."""
+    with uninterrupted():
+        before = _on.pop(kind, None)
+        if before is not None:
+            RESULTS.detach(before)
+        if other is not None:
+            _on[kind] = other
+            RESULTS.attach(other)
+    return before
 
 
 def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
@@ -140,25 +159,21 @@ def enable_tensor_checker(checker_config: TensorCheckerConfig) -> None:
     Raises:
         TypeError: it is no configuration.
     """
-    global _checker
     if not isinstance(checker_config, TensorCheckerConfig):
         raise TypeError(f"enable_tensor_checker takes a TensorCheckerConfig, got {type(checker_config).__name__}")
     disable_tensor_checker()
     if checker_config.enable:
         debug.session.ensure_patched()
         with uninterrupted():
-            _checker = checker_config.start()
-            RESULTS.attach(_checker)
+            _switch(Checker, checker_config.start())
 
 
 def disable_tensor_checker() -> None:
     """Ends the checking. What was computed before and gets its gradients later is not checked then."""
-    global _checker
     with uninterrupted():
-        if _checker is not None:
-            RESULTS.detach(_checker)
-            _checker.on = False
-            _checker = None
+        before = _switch(Checker)
+        if isinstance(before, Checker):
+            before.on = False
 
 
 def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +189,7 @@ def check_layer_numerics(func: Callable[..., Any]) -> Callable[..., Any]:
             given = type(args[0]).__name__ if args else "nothing"
             raise RuntimeError(f"the first input of {type(self).__name__} must be a node or tensor, got {given}")
         debug.session.ensure_patched()
-        checker = Checker(DebugMode.CHECK_NAN_INF_AND_ABORT, _print, thread=threading.get_ident())
+        checker = Checker(DebugMode.CHECK_NAN_INF_AND_ABORT, thread=threading.get_ident())
         with RESULTS.attached(checker):  # the ops inside go on telling it of their gradients
             checker.check_given(f"{type(self).__name__}.input", tensors_in((args, kwargs)))
             return func(self, *args, **kwargs)
@@ -187,29 +202,6 @@ def _mode(mode: Any) -> DebugMode:
         names = ", ".join(f"DebugMode.{known.name}" for known in DebugMode)
         raise ValueError(f"debug_mode must be one of {names}, got {mode!r}")
     return mode
-
-
-def _print(device: str, line: str) -> None:
-    print(line)
-
-
-class _Log:
-    """The files of an ``output_dir``, one a device."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._has_begun = folder, False
-
-    def begin(self) -> None:
-        """Removes what an earlier run has left, the first time."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob("worker_*.log"):
-                old.unlink()
-
-    def write(self, device: str, line: str) -> None:
-        with (self._folder / f"worker_{device.replace(':', '.')}.log").open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
 
 
 # ---------------------------------------------------------------------------------------------- operator statistics
@@ -249,23 +241,16 @@ class OperatorStats(Observer):
 
 def enable_operator_stats_collection() -> None:
     """Starts counting the ops of forward passes, by name and dtype. What was counted before is forgotten."""
-    global _stats
-    if _stats is not None:
-        RESULTS.detach(_stats)
     debug.session.ensure_patched()
-    with uninterrupted():
-        _stats = OperatorStats()
-        RESULTS.attach(_stats)
+    _switch(OperatorStats, OperatorStats())
 
 
 def disable_operator_stats_collection() -> None:
     """Ends the counting, and prints the table; does nothing where nothing is counted."""
-    global _stats
     with uninterrupted():
-        if _stats is not None:
-            RESULTS.detach(_stats)
-            print(f"{_stats}\n")
-            _stats = None
+        stats = _switch(OperatorStats)
+        if stats is not None:
+            print(f"{stats}\n")
 
 
 @decorating
