@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -19,13 +20,13 @@ from clamp.casting.regions import InitCall, casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.ranges import FLOAT16
-from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value
+from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value, are_finite
 from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
-from clamp.ops.statistics import statistics_of
 from clamp.params import masters
 from clamp.scaling.dynamic_scale import DEFAULT_RULE, DynamicLossScale
+from clamp.scaling.step_guard import StepGuard
 
 _ROUNDS_TO_INF = 65520.0  # and what is larger
 
@@ -48,9 +49,7 @@ def cause_of(origin: Origin, trace: StepGraph) -> Cause:
     """
     if origin.leaf is not None:
         return _of_leaf(origin.leaf)
-    if origin.frame.direction == BACKWARD:
-        return _of_backward(origin.frame, trace)
-    return _of_forward(origin.frame, trace)
+    return (_of_backward if origin.frame.direction == BACKWARD else _of_forward)(origin.frame, trace)
 
 
 def _of_leaf(leaf: Value) -> Cause:
@@ -63,80 +62,63 @@ def _of_leaf(leaf: Value) -> Cause:
 
 
 def _of_forward(frame: Frame, trace: StepGraph) -> Cause:
-    out = next(value for value in frame.outputs if not value.is_finite)
-    too_large = [x for x in frame.inputs if x.statistics is not None and x.statistics.largest >= _ROUNDS_TO_INF]
-    if too_large and too_large[0].dtype == "float32" and out.dtype == "float16" and frame.place.policy == "half":
-        read = too_large[0]
-        largest = 0.0 if read.statistics is None else read.statistics.largest
+    out = _first_bad(frame)
+    large = next((x for x in frame.inputs if x.largest >= _ROUNDS_TO_INF), None)
+    if large is not None and large.dtype == "float32" and out.dtype == "float16" and frame.place.policy == "half":
         why = (
-            f"{read.source} holds numbers up to {largest:.3g}, and {frame.function} reads it in float16, whose largest "
-            f"number is {FLOAT16.largest:.0f}: {_AT_ANY}"
+            f"{large.source} holds numbers up to {large.largest:.3g}, and {frame.function} reads it in float16, whose "
+            f"largest number is {FLOAT16.largest:.0f}: {_AT_ANY}"
         )
         return Cause("cast", why, _in_float32(frame, trace))
+    makes = f"{frame.function} makes {count_of(out)} of finite numbers"
     in_float32 = is_finite_in_float32(frame)
     if in_float32 is False:
-        return _without_value("forward", frame, f"{frame.function} makes {count_of(out)} of finite numbers", trace)
-    if out.dtype == "float16" and out.statistics is not None and out.statistics.infs:
+        return _without_value(frame, makes, trace)
+    why = f"{makes} in {out.dtype}: {_AT_ANY}"
+    infs, nans = out.bad
+    if out.dtype == "float16" and infs:
         known = "In float32 they are finite." if in_float32 else "(Or they have no value, as x / 0.)"
-        nans = f" ({out.statistics.nans} more are nan)" if out.statistics.nans else ""
+        more = f" ({nans} more are nan)" if nans else ""
         why = (
-            f"What {frame.function} reads is finite, and {out.statistics.infs} of its results are beyond "
-            f"{FLOAT16.largest:.0f}, the largest number of float16, and so inf{nans}: {_AT_ANY} {known}"
+            f"What {frame.function} reads is finite, and {infs} of its results are beyond {FLOAT16.largest:.0f}, the "
+            f"largest number of float16, and so inf{more}: {_AT_ANY} {known}"
         )
-    else:
-        why = f"{frame.function} makes {count_of(out)} of finite numbers in {out.dtype}: {_AT_ANY}"
-    return Cause("forward", why, _in_float32(frame, trace))
+    return Cause(FORWARD, why, _in_float32(frame, trace))
 
 
 def _of_backward(frame: Frame, trace: StepGraph) -> Cause:
-    floor = trace.scaler.floor if isinstance(trace.scaler, DynamicLossScale) else DEFAULT_RULE.min
+    scaler = trace.scaler
+    floor = scaler.floor if isinstance(scaler, DynamicLossScale) else DEFAULT_RULE.min
     lower = finite_from(frame, trace.scale, floor)
     if lower is None:
-        out = next(value for value in frame.outputs if not value.is_finite)
+        out = _first_bad(frame)
         what = f"The gradient of {frame.function} has {count_of(out)}"
         if is_finite_in_float32(frame) is False:
-            return _without_value("backward", frame, what, trace)
+            return _without_value(frame, what, trace)
         why = f"{what}, in {out.dtype}, at loss scales down to {floor:.8g}."
-        return Cause("backward", why, f"{_in_bfloat16()}  # as wide as float32")
+        return Cause(BACKWARD, why, f"{_in_bfloat16()}  # as wide as float32")
     why = (
         f"The loss scale of {trace.scale:.8g} was too high: the model is sound, forward is finite, and so is this "
         f"gradient at {lower:.8g}."
     )
-    if trace.scaler is None:
-        return Cause(
-            "scale", why, "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
-        )
-    if not trace.scaler.comes_down:
-        return Cause("scale", why, trace.scaler.cure or (init_call() or InitCall()).changed(loss_scale="dynamic"))
-    why += " A dynamic scale comes down by itself, by half in each skipped step."
-    return Cause("scale", why, "")
-
-
-def _without_value(kind: str, frame: Frame, what: str, trace: StepGraph) -> Cause:
-    words, cure = without_value(frame)
-    because = f": {words}" if words else ""
-    rounded = rounded_to_zero(frame)
-    if rounded is None:
-        either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
-        return Cause(kind, f"{what}{because}. {either}", cure)
-    out, at = rounded.outputs[0], f" at {rounded.place.short_line}" if rounded.place.file else ""
-    why = (
-        f"{what}{because}. What it reads became 0 in {out.dtype}: {rounded.function}{at} made it, and in float32 it is "
-        "not 0, and both are finite."
-    )
-    return Cause(kind, why, _in_float32(rounded, trace))
+    if scaler is None:
+        cure = "with handle.scale_loss(loss, optimizer) as scaled_loss:  # by a scale that comes down"
+    elif scaler.comes_down:
+        why, cure = f"{why} A dynamic scale comes down by itself, by half in each skipped step.", ""
+    else:
+        cure = scaler.cure or (init_call() or InitCall()).changed(loss_scale="dynamic")
+    return Cause("scale", why, cure)
 
 
 def divided_away(made: Frame, divides: Frame, trace: StepGraph) -> Cause:
     """The cause of an inf that nobody met, as a division made 0 of it."""
-    out = made.outputs[0]
-    at = f" at {divides.place.short_line}" if divides.place.file else ""
     why = (
-        f"What {made.function} reads is finite, and {count_of(out)} of its results are beyond {FLOAT16.largest:.0f}, "
-        f"the largest number of float16. {divides.function}{at} divides by them, which gives 0 in place of a number: "
-        "all is finite after it, no step is skipped, and what is trained is wrong at any loss scale."
+        f"What {made.function} reads is finite, and {count_of(made.outputs[0])} of its results are beyond "
+        f"{FLOAT16.largest:.0f}, the largest number of float16. {divides.function}{divides.place.at} divides by them, "
+        "which gives 0 in place of a number: all is finite after it, no step is skipped, and what is trained is wrong "
+        "at any loss scale."
     )
-    return Cause("forward", why, _in_float32(made, trace))
+    return Cause(FORWARD, why, _in_float32(made, trace))
 
 
 def _in_float32(frame: Frame, trace: StepGraph) -> str:
@@ -178,10 +160,13 @@ def _in_bfloat16() -> str:
     return 'with amp.autocast(dtype="bfloat16"):' if init is None else init.changed(dtype="bfloat16")
 
 
+def _first_bad(frame: Frame) -> Value:
+    return next(value for value in frame.outputs if not value.is_finite)
+
+
 def count_of(value: Value) -> str:
     """``"3 inf and 1 nan"``."""
-    found = value.statistics
-    return "" if found is None else " and ".join(bad_counts(found.infs, found.nans))
+    return " and ".join(bad_counts(*value.bad))
 
 
 # ---------------------------------------------------------------------------------------------- where there is no value
@@ -192,8 +177,7 @@ _NUMBERS = {"float16": {"small": 1e-3, "large": 65504.0, "power": 8.0}}
 _NUMBERS_OF_OTHERS = {"small": 1e-6, "large": 3e38, "power": 80.0}
 
 
-@dataclass(frozen=True)
-class _Domain:
+class _Domain(NamedTuple):
     """Numbers for which a function, or its gradient, has no value.
 
     Attributes:
@@ -214,10 +198,6 @@ def _has_zeros(read: Value) -> bool:
     return read.statistics is not None and read.statistics.zeros > 0
 
 
-def _is_large(read: Value) -> bool:
-    return read.statistics is not None and read.statistics.largest > 88
-
-
 _FILLED = "it writes the inf that it was given, and of a row of nothing else softmax makes nan"
 _NO_INDEX = "an index does not exist, and selects nan"
 _DOMAINS = (
@@ -231,32 +211,40 @@ _DOMAINS = (
     _Domain(FORWARD, "pow", "some of what it reads has no such power", "ag.pow(ag.clamp(x, {small}, 1000.0), y)"),
     _Domain(BACKWARD, "pow", "its slope is infinite at 0", "ag.pow(ag.add(x, {small}), y)", _has_zeros),
     _Domain(
-        FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))", _is_large
+        FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))",
+        lambda read: read.largest > 88,
     ),
     _Domain(
-        FORWARD,
-        "cross_entropy_indices",
-        "a label is no class, of 0 to their number - 1, nor ignore_index",
+        FORWARD, "cross_entropy_indices", "a label is no class, of 0 to their number - 1, nor ignore_index",
         "print(np.unique(y))",
     ),
     *(_Domain(FORWARD, name, _NO_INDEX, "print(y.min(), y.max())") for name in ("index_select", "embedding", "gather")),
     _Domain(FORWARD, "masked_fill", _FILLED, "ag.masked_fill(x, y, -1e9)"),
     _Domain(FORWARD, "where", _FILLED, "ag.where(x, y, -1e9)"),
-)
+)  # fmt: skip
 
 
-def without_value(frame: Frame) -> tuple[str, str]:
-    """Returns what an op did, in words, whose result or gradient has no finite value in float32 either, and the cure.
-
-    The words are empty where nothing is known of the function.
-    """
+def _without_value(frame: Frame, what: str, trace: StepGraph) -> Cause:
+    """The cause where a result or gradient has no finite value in float32 either, of the numbers that the op read."""
     read = frame.parents if frame.direction == BACKWARD else frame.inputs
-    at = f"  # at {frame.place.short_line}" if frame.place.file else ""
-    for domain in _DOMAINS:
-        if (domain.direction, domain.function) == (frame.direction, frame.function) and read and domain.holds(read[-1]):
-            return domain.words, domain.cure.format(**_NUMBERS.get(read[-1].dtype, _NUMBERS_OF_OTHERS)) + at
-    where = f", at {frame.place.short_line}," if frame.place.file else ""
-    return "", f"# keep what {frame.function} reads{where} from where it has no value"
+    known = [one for one in _DOMAINS if (one.direction, one.function) == (frame.direction, frame.function)]
+    domain = next((one for one in known if read and one.holds(read[-1])), None)
+    if domain is not None:
+        numbers = _NUMBERS.get(read[-1].dtype, _NUMBERS_OF_OTHERS)
+        what += f": {domain.words}"
+        cure = domain.cure.format(**numbers) + (f"  #{frame.place.at}" if frame.place.at else "")
+    else:
+        where = f",{frame.place.at}," if frame.place.at else ""
+        cure = f"# keep what {frame.function} reads{where} from where it has no value"
+    rounded = rounded_to_zero(frame)
+    if rounded is None:
+        either = "It has no finite value in float32 either, so that no loss scale and no dtype helps."
+        return Cause(frame.direction, f"{what}. {either}", cure)
+    why = (
+        f"{what}. What it reads became 0 in {rounded.outputs[0].dtype}: {rounded.function}{rounded.place.at} made it, "
+        "and in float32 it is not 0, and both are finite."
+    )
+    return Cause(frame.direction, why, _in_float32(rounded, trace))
 
 
 # ---------------------------------------------------------------------------------------------- at other loss scales
@@ -284,8 +272,7 @@ def finite_from(frame: Frame, scale: float, floor: float) -> float | None:
         lower = Tensor.from_host(given.queue, wide * np.float32(2.0**-halvings))
         with casting_in(None), unrecorded():
             grads = again(cast(lower, bridge.canonical_dtype(given.dtype)))
-            found = statistics_of([x for x in grads if x is not None and x.dtype in bridge.STORAGE], histogram=False)
-        return all(x.is_finite for x in found)
+            return are_finite([x for x in grads if x is not None and x.dtype in bridge.STORAGE])
 
     if not is_finite(most):
         return None
@@ -304,6 +291,11 @@ _LARGE = 100.0  # a weight of which nobody knows what it was at first
 _ADAMS = 1e-3  # the rate that is usual where each number moves by it
 
 
+def _known_optimizers() -> list[object]:
+    found = (guard.optimizer for guard in bridge.living(StepGuard))
+    return list({id(x): x for x in found if x is not None}.values())
+
+
 @dataclass(frozen=True)
 class Past:
     """Losses and weights of the steps before one that is explained.
@@ -317,37 +309,36 @@ class Past:
 
     losses: Mapping[int, float] = field(default_factory=dict)
     largest: Mapping[int, float] = field(default_factory=dict)
-    optimizers: Sequence[object] = ()
+    optimizers: Sequence[object] = field(default_factory=_known_optimizers)
     steps: int | None = None
 
 
-def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
-    """Returns what grew, in a sentence, and the cure; None if nothing did.
+def divergence(trace: StepGraph, past: Past) -> Cause | None:
+    """Returns the cause if losses and weights have grown from step to step; None if nothing did.
 
     Args:
         trace: with its tensors held.
     """
+    grown, now, then = _most_grown(trace, past.largest)
+    if grown is None:
+        return None
     losses = [(step, loss) for step, loss in past.losses.items() if math.isfinite(loss)]
     positive = bool(losses) and all(loss > 0 for _, loss in losses)
-    least = min(losses, key=lambda one: one[1], default=(0, 0.0))
-    times = losses[-1][1] / least[1] if positive else 1.0
-    grown, now, then = _most_grown(trace, past.largest)
-    optimizer = _optimizer_of(grown, past.optimizers) if grown is not None else None
+    least, last = (min(losses, key=itemgetter(1)), losses[-1]) if positive else ((0, 1.0), (0, 1.0))
+    times = last[1] / least[1]
+    optimizer = _optimizer_of(grown, past.optimizers)
     rate = float(getattr(optimizer, "lr", None) or 0.0)
     is_large = not losses and then is None and now >= _LARGE and now <= 2 * _farthest(trace, optimizer, rate, past)
     if is_large and len(trained := _trained(trace)) > 1:  # a rate moves more than one layer
         is_large = median(largest for _, largest in trained) >= _LARGE / 10
     loss_is_known = positive and len(losses) >= _LOSSES
     grew = then is not None and now >= _WEIGHTS * then and (not loss_is_known or times >= _LOSS_WITH_THEM)
-    is_usual = not positive or losses[-1][1] < _USUAL * median(loss for _, loss in losses)
-    loss_grew = times >= _LOSS and not is_usual and (then is None or now >= _MOVED * then)
-    if not (loss_grew or grew or is_large) or grown is None:
+    loss_grew = times >= _LOSS and last[1] >= _USUAL * median(loss for _, loss in losses)
+    if not (grew or is_large or (loss_grew and (then is None or now >= _MOVED * then))):
         return None
     parts = []
     if times >= _LOSS_WITH_THEM:
-        parts.append(
-            f"the loss grew from {least[1]:.3g} (step {least[0]}) to {losses[-1][1]:.3g} (step {losses[-1][0]})"
-        )
+        parts.append(f"the loss grew from {least[1]:.3g} (step {least[0]}) to {last[1]:.3g} (step {last[0]})")
     if then is not None:
         parts.append(f"the numbers of {grown.name or 'a weight'} from up to {then:.3g} to up to {now:.3g}")
     elif is_large:
@@ -355,26 +346,33 @@ def divergence(trace: StepGraph, past: Past) -> tuple[str, str] | None:
     named = f"the learning rate, {rate:.6g}, is too high" if rate else "the learning rate is too high"
     why = f"The run diverges, in float32 as well, because {named}: {' and '.join(parts)}."
     if not rate:
-        return why, "optimizer.lr /= 100  # a lower learning rate, from weights of before it diverged"
-    if hasattr(optimizer, "eps"):  # Adam and its kin move each number by the rate: a hundredth of its size is a step
+        return Cause(
+            "diverged", why, "optimizer.lr /= 100  # a lower learning rate, from weights of before it diverged"
+        )
+    if _is_adam(optimizer):  # a hundredth of a number's size is a step
         lower = min(rate / 10, 0.01 * then if then else _ADAMS)
     else:
-        of_losses = [math.sqrt(b / a) for a, b in pairwise(loss for _, loss in losses)] if positive else []
-        of_weights = [(now / then) ** (1 / max(past.steps or 0, 1))] if then else []
-        lower = rate / max(10.0, 1 + max([*of_losses, *of_weights]) if of_losses or of_weights else 10.0)
-    lower = _rounded(lower)
-    return why, f"optimizer.lr = {lower:.6g}  # it is {rate:.6g}; from weights of before it diverged"
+        factors = [math.sqrt(b / a) for a, b in pairwise(loss for _, loss in losses)] if positive else []
+        factors += [(now / then) ** (1 / max(past.steps or 0, 1))] if then else []
+        lower = rate / max(10.0, 1 + max(factors, default=0.0))
+    cure = f"optimizer.lr = {_rounded(lower):.6g}  # it is {rate:.6g}; from weights of before it diverged"
+    return Cause("diverged", why, cure)
+
+
+def _is_adam(optimizer: object) -> bool:
+    """Returns whether an optimizer is Adam or its kin, which move each number by a few times the rate."""
+    return hasattr(optimizer, "eps")
 
 
 def _farthest(trace: StepGraph, optimizer: object | None, rate: float, past: Past) -> float:
     """How far the steps that were done can have moved a number at this rate; infinite where that is not known.
 
-    Adam and its kin move one by a few times the rate; others by it times a gradient: that of a weight is a sum of
-    products of two numbers of float16.
+    Others than Adam move one by the rate times a gradient: that of a weight is a sum of products of two numbers of
+    float16.
     """
     if not past.steps:
         return math.inf if past.steps is None else 0.0
-    if hasattr(optimizer, "eps"):
+    if _is_adam(optimizer):
         return 10.0 * rate * past.steps
     is_bounded = rate and any(value.dtype == "float16" for value in trace.values)
     return _NUMBERS["float16"]["large"] ** 2 * rate * past.steps if is_bounded else math.inf
@@ -382,14 +380,14 @@ def _farthest(trace: StepGraph, optimizer: object | None, rate: float, past: Pas
 
 def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value | None, float, float | None]:
     """The weight that has grown most since its first step, or where nobody knows the largest; what it is, and was."""
-    found: tuple[Value | None, float, float | None] = None, 0.0, None
-    ratio = 0.0
-    for value, now in _trained(trace):
-        then = largest.get(id(value.tensor))
-        own = now / then if then else now if not largest else 0.0
-        if own > ratio:
-            found, ratio = (value, now, then), own
-    return found
+
+    def growth(one: tuple[Value | None, float, float | None]) -> float:
+        _, now, then = one
+        return now / then if then else 0.0 if largest else now
+
+    nothing: tuple[Value | None, float, float | None] = None, 0.0, None
+    trained = ((value, now, largest.get(id(value.tensor))) for value, now in _trained(trace))
+    return max([nothing, *trained], key=growth)
 
 
 def _trained(trace: StepGraph) -> list[tuple[Value, float]]:

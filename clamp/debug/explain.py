@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,17 +10,15 @@ from typing import Any
 from clamp import bridge
 from clamp.casting.regions import InitCall, init_call
 from clamp.casting.results import RESULTS
-from clamp.debug.cause import Cause, Past, cause_of, divergence, divided_away
+from clamp.debug.cause import Past, cause_of, divergence, divided_away
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.float32_reference import is_finite_in_float32
 from clamp.debug.ranges import FLOAT16
-from clamp.debug.step_graph import Frame, StepGraph, Value, distinct, find_divided, find_origin
+from clamp.debug.step_graph import Frame, StepGraph, Value, are_finite, distinct, find_divided, find_origin
 from clamp.debug.step_recorder import OverflowRecorder, StepRecorder
 from clamp.debug.words import aligned, bad_counts
 from clamp.opencl.host_steps import unrecorded
-from clamp.ops.statistics import statistics_of
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import StepReport, warn_user
 
 _BEFORE = 21  # frames shown, as many as Hugging Face's DebugUnderflowOverflow
@@ -64,7 +61,7 @@ class Explanation:
 
 
 def explain(
-    trace: StepGraph, report: StepReport | None, past: Past | None = None, *, leaves_finite: bool | None = None
+    trace: StepGraph, report: StepReport | None, past: Past, *, leaves_finite: bool | None = None
 ) -> Explanation:
     """Returns why a step whose ops are known was skipped.
 
@@ -78,13 +75,11 @@ def explain(
     if not trace.frames:
         return not_seen(report)
     origin = find_origin(trace)
-    is_known = origin is not None and not (origin.leaf is not None and origin.leaf.is_cut_off)
-    if origin is not None and is_known:
+    if origin is not None and not (origin.leaf is not None and origin.leaf.is_cut_off):
         cause = cause_of(origin, trace)
-        grown = None if cause.kind == "input" else divergence(trace, past or Past())
+        grown = None if cause.kind == "input" else divergence(trace, past)
         if grown is not None:
-            why, cure = grown
-            cause = Cause("diverged", f"{why} {cause.why}", cure)
+            cause = grown._replace(why=f"{grown.why} {cause.why}")
         return Explanation(report, *cause, origin.frame, origin.leaf, _before(trace, origin.frame))
     if trace.is_cut:
         why = (
@@ -97,28 +92,26 @@ def explain(
                 "held than a quarter of the memory."
             )
         return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")
+    was_skipped = report is not None and not report.stepped
     divided = find_divided(trace)
     if divided is not None and is_finite_in_float32(divided[0]) is not False:
         cause = divided_away(*divided, trace)
-        skipped_for_it = report if report is not None and report.stepped else None
-        return Explanation(skipped_for_it, *cause, divided[0], None, _before(trace, divided[0]))
+        return Explanation(None if was_skipped else report, *cause, divided[0], None, _before(trace, divided[0]))
     why, cure = "Every result and every gradient of its ops is finite.", ""
     absorbed = next((frame for frame in trace.frames if not frame.is_finite), None)
     if absorbed is not None:  # tanh makes 1 of an inf, softmax 0 of a mask's
-        where = f" at {absorbed.place.short_line}" if absorbed.place.file else ""
         why = (
             f"Its loss and the gradients of what is trained are finite. The {absorbed.direction} of "
-            f"{absorbed.function}{where} gives inf or nan, of which nothing has come to them."
+            f"{absorbed.function}{absorbed.place.at} gives inf or nan, of which nothing has come to them."
         )
-    if report is None or report.stepped:
-        return Explanation(report, "finite", why, cure)
-    if leaves_finite:
+    if report is not None and was_skipped and leaves_finite:
         why = (
             "This step went well: its loss and its gradients are finite, which does not tell why step "
             f"{report.step} was skipped. Pass the step with the batch that failed, or have it explained as it happens."
         )
-        return Explanation(report, "finite", why, look(init_call(), again=False))
-    why += " What is not has come into the gradients after backward, or into a parameter before the step."
+        cure = look(init_call(), again=False)
+    elif was_skipped:
+        why += " What is not has come into the gradients after backward, or into a parameter before the step."
     return Explanation(report, "finite", why, cure)
 
 
@@ -166,20 +159,20 @@ def _of_first(explanation: Explanation) -> list[str]:
     frame = explanation.first
     if frame is None:
         return []
-    where = f" in {frame.module}" if frame.module else ""
-    if frame.place.modules:
-        where += f" ({type(frame.place.modules[0]).__name__})"
-    source = linecache.getline(frame.place.file, frame.place.line).strip()
-    op = frame.op if frame.op in (frame.function, frame.function.removesuffix("_op")) else f"{frame.op}, for"
-    name = frame.function if not op.endswith("for") else f"{op} {frame.function}"
-    policy = f", policy {frame.place.decided}" if frame.place.policy else ""
+    place, is_named = frame.place, frame.op in (frame.function, frame.function.removesuffix("_op"))
+    name = frame.function if is_named else f"{frame.op}, for {frame.function}"
+    where = (f" in {frame.module}" if frame.module else "") + place.layer_kind
+    policy = f", policy {place.decided}" if place.policy else ""
     first = "it went into" if explanation.leaf is not None else "first not finite:"
     lines = ["", f"{first} {frame.direction} of {name}{where}{policy}"]
-    if frame.place.file:
-        lines.append(f"  {frame.place.short_line}: {source}")
+    if place.file:
+        lines.append(f"  {place.short_line}: {place.source}")
     rows = [("gave", "", value) for value in frame.outputs]
     rows += [("read", value.source, value) for value in distinct((*frame.inputs, *frame.parents))]
-    table = [(verb, name, f"{value.dtype} {value.shape}", _magnitudes(value)) for verb, name, value in rows]
+    table = [
+        (verb, source, f"{value.dtype} {value.shape}", f"{'magnitudes ' if value.largest else ''}{_range(value)}")
+        for verb, source, value in rows
+    ]
     return [*lines, *aligned(table)]
 
 
@@ -191,11 +184,6 @@ def in_words(frames: Iterable[Frame]) -> list[str]:
         for frame in frames
     ]  # fmt: skip
     return aligned(rows, indent="")
-
-
-def _magnitudes(value: Value) -> str:
-    has_some = value.statistics is not None and value.statistics.largest > 0
-    return f"{'magnitudes ' if has_some else ''}{_range(value)}"
 
 
 def _range(value: Value) -> str:
@@ -258,18 +246,24 @@ class Attribution:
     def _past(self) -> Past:
         done = sum(report.stepped for report in self._history())
         with unrecorded():
-            return Past(self._losses(), self._recorder.first_magnitudes, _known_optimizers(), done)
+            return Past(self._losses(), self._recorder.first_magnitudes, steps=done)
 
     def explain(self, step: Callable[[], Any] | None = None) -> Explanation:
         """Returns the explanation of the last skipped step, or of the last one if that was done with a loss of inf or
         nan; with ``step``, of that one, run once more."""
-        skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
+        skipped = self._last_skipped()
         if step is not None:
             self.last = explain_step(step, skipped, self._past())
-        elif (bad_loss := self._recorder.with_bad_loss(self._explained)) is not None:
-            return bad_loss
-        elif self.last is None or (skipped and self._is_old(self.last, skipped)):
-            return not_seen(skipped)
+            return self._as_reported_now(self.last)
+        return self._recorder.with_bad_loss(self._explained) or self._known(skipped) or not_seen(skipped)
+
+    def _last_skipped(self) -> StepReport | None:
+        return next((report for report in reversed(self._history()) if not report.stepped), None)
+
+    def _known(self, skipped: StepReport | None) -> Explanation | None:
+        """What is known already of the last skipped step, if one was; None if nothing is."""
+        if self.last is None or (skipped is not None and self._is_old(self.last, skipped)):
+            return None
         return self._as_reported_now(self.last)
 
     def _is_old(self, known: Explanation, skipped: StepReport) -> bool:
@@ -294,11 +288,11 @@ class Attribution:
         """
         if self._telling is not None:
             return self._as_reported_now(self._telling)
-        skipped = next((report for report in reversed(self._history()) if not report.stepped), None)
-        known = self.last is not None and skipped is not None and not self._is_old(self.last, skipped)
-        if step is not None and not known and (skipped is not None or is_suspect):
+        skipped = self._last_skipped()
+        known = None if skipped is None else self._known(skipped)
+        if step is not None and known is None and (skipped is not None or is_suspect):
             return self.explain(step)
-        return self._as_reported_now(self.last) if known and self.last is not None else None
+        return known
 
     def look_after_skips(self, step: Callable[[], Any], call: str) -> None:
         """Looks at ``step`` when as many steps in a row as ``SKIPS_EXPLAINED`` have been skipped, once in a row, and
@@ -348,15 +342,8 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
             raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
-        past = past or Past(optimizers=_known_optimizers())
         trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
         left = [x.grad for x in trained if x.grad is not None and bridge.is_floating(x.grad)]
-        are_finite = all(one.is_finite for one in statistics_of(left, histogram=False))
-        found = explain(trace, skipped, past, leaves_finite=are_finite)
+        found = explain(trace, skipped, past or Past(), leaves_finite=are_finite(left))
         trace.release()
         return found
-
-
-def _known_optimizers() -> list[Any]:
-    found = (guard.optimizer for guard in bridge.living(StepGuard))
-    return list({id(x): x for x in found if x is not None}.values())

@@ -23,7 +23,7 @@ from clamp.casting.regions import called_in, casting_in
 from clamp.casting.results import forward_again, untold
 from clamp.debug.callsite import INSERTED, Call, call_here, call_of
 from clamp.debug.ranges import FLOAT16, FORMATS
-from clamp.debug.step_graph import BACKWARD, BEFORE, Frame, Value
+from clamp.debug.step_graph import BACKWARD, BEFORE, Frame, Value, are_finite
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.statistics import statistics_of
@@ -180,13 +180,13 @@ def _is_finite(frame: Frame, wide: Mapping[int, Tensor]) -> bool | None:
     if made is None:
         return None
     if frame.direction != BACKWARD:
-        return _are_finite([x.value for x in made])
+        return are_finite([x.value for x in made])
     grad = frame.inputs[0].tensor
     ends = [x for x in made if isinstance(x, Node) and x.grad_fn is not None]
     if grad is None or len(ends) != 1 or ends[0].shape != grad.shape:
         return None
     with casting_in(None), unrecorded(), untold():
-        return _are_finite([x for x in ends[0].grad_fn(cast(grad, "float32")) if x is not None])
+        return are_finite([x for x in ends[0].grad_fn(cast(grad, "float32")) if x is not None])
 
 
 def _widen(value: Value, wide: Wide, most: int) -> list[Frame]:
@@ -256,10 +256,6 @@ def _tensors(made: Any) -> list[TensorLike]:
     """The floating results among what a function has returned."""
     results = made if isinstance(made, list | tuple) else (made,)
     return [x for x in results if isinstance(x, Node | Tensor) and x.value.dtype in bridge.STORAGE]
-
-
-def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    return all(x.is_finite for x in statistics_of(tensors, histogram=False))
 
 
 # ---------------------------------------------------------------------------------------------- errors

@@ -12,7 +12,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.debug.callsite import INSERTED, NOWHERE, Call, Place
 from clamp.debug.words import placed
-from clamp.ops.statistics import PendingStatistics, Statistics
+from clamp.ops.statistics import PendingStatistics, Statistics, statistics_of
 from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -43,6 +43,16 @@ class Value:
     def is_finite(self) -> bool:
         """Returns whether nothing of it is inf or nan, as far as it has been measured."""
         return self.statistics is None or self.statistics.is_finite
+
+    @property
+    def largest(self) -> float:
+        """The greatest finite magnitude; 0 where it has not been measured, too."""
+        return 0.0 if self.statistics is None else self.statistics.largest
+
+    @property
+    def bad(self) -> tuple[int, int]:
+        """How many elements are inf, and nan, as far as it has been measured."""
+        return (0, 0) if self.statistics is None else (self.statistics.infs, self.statistics.nans)
 
     @property
     def source(self) -> str:
@@ -217,6 +227,11 @@ class StepGraph:
                 value.name = name
             elif value.tensor is not None and bridge.is_trained(value.tensor):
                 value.name = "a trained tensor"
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether nothing of them is inf or nan. Waits for the device."""
+    return all(found.is_finite for found in statistics_of(tensors, histogram=False))
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:

@@ -17,11 +17,11 @@ from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
 from clamp.casting.results import Observer
 from clamp.debug.callsite import Trail, call_of, place_of, trail
-from clamp.debug.step_graph import Frame, StepGraph
+from clamp.debug.step_graph import Frame, StepGraph, are_finite
 from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import host_step, moved, recorder, unrecorded
 from clamp.ops.elementwise import elementwise
-from clamp.ops.statistics import PendingStatistics, statistics_of
+from clamp.ops.statistics import PendingStatistics
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import SCALE_OP, is_scaled
 from clamp.scaling.step_guard import are_steps_withheld
@@ -175,8 +175,9 @@ class OverflowRecorder(Observer):
             return None
         losses = [one.loss for one in self._step.passes if bridge.is_floating(one.loss)]
         with self._in_replays_memory(), unrecorded():
-            found = statistics_of(losses, histogram=False)
-        return None if all(x.is_finite for x in found) else self._hand_on(on_trace, report, 1.0, backward=False)
+            if are_finite(losses):
+                return None
+        return self._hand_on(on_trace, report, 1.0, backward=False)
 
     def _hand_on(
         self, on_trace: Callable[[StepGraph, Any], T], report: Any, scale: float, *, backward: bool = True
