@@ -17,9 +17,10 @@ from clamp import bridge, debug
 from clamp.casting.results import RESULTS
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import Array, error_of, on_host
-from clamp.debug.watcher import RESULT, OpValue, Seen, Watcher
+from clamp.debug.watcher import OpValue, Seen, Watcher
 from clamp.debug.words import bad_counts, placed
 from clamp.interrupts import replacing
+from clamp.ops.statistics import statistics_of
 
 _FORMAT = 1
 _HEAD = "trace"  # the array of a .npz file that is no tensor: the JSON text
@@ -237,29 +238,25 @@ class Tracer(Watcher):
     """
 
     def __init__(self, *, keeps_elements: bool = False) -> None:
-        super().__init__()
+        super().__init__(TracedValue)
         self._keeps_elements = keeps_elements
         self._arrays: dict[str, Array] = {}
         self._device: cl.Device | None = None
 
     def keep(self, seen: Seen, part: int, tensor: Any) -> None:
-        value = on_host(tensor)
-        if value is None:
+        if not bridge.is_floating(tensor):
             return
-        if self._device is None:
-            self._device = tensor.queue.device
+        self._device = self._device or tensor.queue.device
         dtype = bridge.canonical_dtype(tensor.dtype)
         checksum = blake2b(dtype.encode() + bridge.read_bytes(tensor).tobytes(), digest_size=16).hexdigest()
-        if self._keeps_elements:
-            self._arrays[f"value{len(self.found)}"] = value
-        op, direction = seen.op, "forward" if part == RESULT else "backward"
-        magnitudes = np.abs(value[np.isfinite(value) & (value != 0)])
-        smallest, largest = (float(magnitudes.min()), float(magnitudes.max())) if magnitudes.size else (0.0, 0.0)
-        infs, nans = int(np.isinf(value).sum()), int(np.isnan(value).sum())
-        made = TracedValue(
-            op.function, direction, "", "", op.line, dtype, tuple(tensor.shape), checksum, infs, nans, smallest, largest
-        )
-        self.found.append((seen, part, made))
+        elements = on_host(tensor) if self._keeps_elements else None
+        if elements is not None:
+            self._arrays[f"value{len(self.found)}"] = elements
+        (found,) = statistics_of([tensor], histogram=False)
+        self.found.append((seen, part, {
+            "dtype": dtype, "shape": tuple(tensor.shape), "checksum": checksum, "infs": found.infs, "nans": found.nans,
+            "smallest": found.smallest if found.largest else 0.0, "largest": found.largest,
+        }))  # fmt: skip
 
     def trace(self, **about: Any) -> Trace:
         """All that was seen, with the names that layers have now.

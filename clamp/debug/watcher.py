@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, nan
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.results import Observer
-from clamp.debug.callsite import OpName, OpNames, Place
+from clamp.debug.callsite import NOWHERE, OpName, OpNames, Place
 from clamp.debug.float32_reference import (
     Array,
     Error,
@@ -32,6 +32,7 @@ from clamp.opencl.host_steps import recorder
 Key: TypeAlias = tuple[OpName, int, int]  # an op, which of its values, and in which of its backward passes
 
 RESULT = -1  # where a gradient has its number, which is that of the parent that it is of
+SUM = OpName("sum of gradients", "", "", 0)  # of a result that several ops read
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,23 @@ class Seen:
 class Watcher(Observer):
     """An observer of a step in the thread that made it, which looks at its values.
 
+    Args:
+        kind: what ``named`` returns of each value.
+
     Attributes:
         ops: names them.
-        found: an `OpValue` for each value that was looked at, in the order of the run, with the op, None of a sum of
-            gradients, and which of its values; without the names that layers have after the run.
+        found: the values that were looked at, in the order of the run: the op, which of its values, and what the kind
+            has besides an `OpValue`'s attributes, which need the names that layers have after the run.
     """
 
     needs_values = True
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[OpValue] = OpValue) -> None:
+        self._kind = kind
         self.ops = OpNames()
         self._thread = threading.get_ident()
         self._times = Counter[tuple[OpName, int]]()
-        self.found: list[tuple[Seen | None, int, Any]] = []
+        self.found: list[tuple[Seen, int, dict[str, Any]]] = []
 
     def is_mine(self) -> bool:
         """Returns whether what is told of here belongs to the step.
@@ -105,12 +110,17 @@ class Watcher(Observer):
         return True
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        known = self.ops.of(made) if self.is_mine() else None
-        if known is None:
-            return None
-        seen = Seen(*known, trained_parents(made))
-        self.keep(seen, RESULT, made.value)
+        seen = self.see(made) if self.is_mine() else None
+        if seen is not None:
+            self.keep(seen, RESULT, made.value)
         return seen
+
+    def see(self, made: TensorLike) -> Seen | None:
+        """The op that has made this just now; None of what clamp has inserted."""
+        known = self.ops.of(made)
+        parents = made.parents if isinstance(made, Node) else []
+        trained = {part: x.value for part, x in enumerate(parents) if getattr(x.value, "requires_grad", False)}
+        return None if known is None else Seen(*known, trained)
 
     def gradients(
         self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
@@ -129,23 +139,17 @@ class Watcher(Observer):
     def named(self) -> list[Any]:
         """Returns what it has found, with the names that layers and parameters have now."""
         paths = self.ops.paths()
-        trained = {id(x): x for seen, _, _ in self.found if seen is not None for x in seen.trained.values()}
+        trained = {id(x): x for seen, _, _ in self.found for x in seen.trained.values()}
         parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
 
-        def with_names(seen: Seen | None, part: int, value: OpValue) -> OpValue:
-            if seen is None:
-                return value
+        def with_names(seen: Seen, part: int, about: dict[str, Any]) -> OpValue:
+            is_forward, op = part == RESULT and seen.op is not SUM, seen.op
             name = parameters.get(id(seen.trained.get(part)), "params[")
             what = f"gradient of {f'input {part}' if name.startswith('params[') else name}"
-            return replace(value, value="result" if part == RESULT else what, module=paths.get(seen.op.layer, ""))
+            what, direction = "result" if part == RESULT else what, "forward" if is_forward else "backward"
+            return self._kind(op.function, direction, what, paths.get(op.layer, ""), op.line, **about)
 
         return [with_names(*one) for one in self.found]
-
-
-def trained_parents(made: TensorLike) -> dict[int, Tensor]:
-    """The parameters among what a result was made of, by the numbers of their gradients."""
-    parents = made.parents if isinstance(made, Node) else []
-    return {part: parent.value for part, parent in enumerate(parents) if getattr(parent.value, "requires_grad", False)}
 
 
 # ---------------------------------------------------------------------------------------------- in both precisions
@@ -198,7 +202,6 @@ class ValueAccuracy(OpValue):
 
 
 _UNKNOWN = Error(nan, nan)
-_SUM = OpName("sum of gradients", "", "", 0)
 
 
 class Float32Side(Watcher):
@@ -230,15 +233,14 @@ class AmpSide(Watcher):
 
     Attributes:
         usual: what rounding costs at the least: numbers that need none are no measure.
-        unpaired: what the other run did not have.
+        missing, unpaired: what only the other run had, and what it did not have.
     """
 
     def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
-        super().__init__()
+        super().__init__(ValueAccuracy)
         self.usual = FORMATS[dtype].roundoff / 4
-        self.unpaired: list[Key] = []
-        self._right, self._dtype, self._scale, self._tolerance = right, dtype, scale, tolerance
-        self._paired = set[Key]()
+        self.missing, self.unpaired = dict(right), list[Key]()
+        self._dtype, self._scale, self._tolerance = dtype, scale, tolerance
         self._references = Float32Reference()
         self._totals: dict[int, tuple[Tensor, float]] = {}  # by id; the tensors are held, or others could get it
 
@@ -248,11 +250,11 @@ class AmpSide(Watcher):
         if not self.is_mine() or self._references.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
-        known = self.ops.of(made)
-        if known is None:  # a cast: its error is that of what reads it
+        seen = self.see(made)
+        if seen is None:  # a cast: its error is that of what reads it
             self._totals[id(made.value)] = made.value, brought
             return None
-        seen = Seen(*known, trained_parents(made), self._references.of_result(), brought)
+        seen.reference, seen.brought = self._references.of_result(), brought
         alone = None if seen.reference is None else seen.reference.made.value
         self._compare(seen, RESULT, made.value, alone, brought, lambda: getattr(self._rounded(seen), "value", None))
         return seen
@@ -287,19 +289,12 @@ class AmpSide(Watcher):
         right, brought = one + other, max(self._total(first), self._total(second))
         self._totals[id(made)] = made, brought
         own, rounding = error_of(actual, right), rounding_of(right, self._dtype)
-        self._note(None, RESULT, made, own, rounding, None, brought)
-
-    # ------------------------------------------------------------------------------------------ comparing
-
-    @property
-    def missing(self) -> list[Key]:
-        """Returns what only the other run had."""
-        return [key for key in self._right if key not in self._paired]
+        self._note(Seen(SUM, NOWHERE, {}), RESULT, made, own, rounding, None, brought)
 
     @property
     def overflowed_in_backward(self) -> bool:
         """Returns whether all results were finite where they should be, and some gradients were not."""
-        bad = [part for _, part, one in self.found if one.total == inf]
+        bad = [part for _, part, about in self.found if about["total"] == inf]
         return bool(bad) and RESULT not in bad
 
     def _compare(
@@ -309,8 +304,7 @@ class AmpSide(Watcher):
         if actual is None:
             return
         key = self.key(seen, part)
-        self._paired.add(key)
-        right, alone = self._right.get(key), on_host(reference)
+        right, alone = self.missing.pop(key, None), on_host(reference)
         true = actual if part == RESULT else actual / np.float32(self._scale)
         total, own = _error_if_known(true, right, tensor.dtype), _error_if_known(actual, alone, tensor.dtype)
         if total is None:
@@ -325,24 +319,18 @@ class AmpSide(Watcher):
         self._note(seen, part, tensor, own, rounding, total, brought)
 
     def _note(
-        self, seen: Seen | None, part: int, tensor: Any, own: Error | None, rounding: float, total: Error | None,
+        self, seen: Seen, part: int, tensor: Any, own: Error | None, rounding: float, total: Error | None,
         brought: float,
     ) -> None:  # fmt: skip
         of_all = total or _UNKNOWN
-        if own is None:
-            grown = max(0.0, of_all.relative - brought) if total is not None and isfinite(brought) else nan
-            own_errors = Error(grown, grown)
-        else:
-            own_errors = own
-        times = inf if own_errors.relative == inf else own_errors.relative / max(rounding, self.usual)
-        op = _SUM if seen is None else seen.op
-        direction = "forward" if seen is not None and part == RESULT else "backward"
-        value = ValueAccuracy(
-            op.function, direction, "result", "", op.line, op.call, "" if seen is None else seen.place.policy,
-            tensor.dtype, tuple(tensor.shape), times, own_errors.relative, own_errors.largest, rounding,
-            of_all.relative, of_all.largest, own is None, brought,
-        )  # fmt: skip
-        self.found.append((seen, part, value))
+        grown = max(0.0, of_all.relative - brought) if total is not None and isfinite(brought) else nan
+        errors = own or Error(grown, grown)
+        times = inf if errors.relative == inf else errors.relative / max(rounding, self.usual)
+        self.found.append((seen, part, {
+            "call": seen.op.call, "policy": seen.place.policy, "dtype": tensor.dtype, "shape": tuple(tensor.shape),
+            "times": times, "own": errors.relative, "largest_own": errors.largest, "rounding": rounding,
+            "total": of_all.relative, "largest_total": of_all.largest, "is_estimate": own is None, "brought": brought,
+        }))  # fmt: skip
 
     def _total(self, tensor: Any) -> float:
         return self._totals.get(id(tensor), (None, 0.0))[1]
