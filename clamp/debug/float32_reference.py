@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
@@ -24,6 +25,7 @@ from clamp.casting.results import forward_again, untold
 from clamp.debug.callsite import INSERTED, Call, call_here, call_of
 from clamp.debug.ranges import FLOAT16, FORMATS
 from clamp.debug.step_graph import BACKWARD, BEFORE, Frame, Value, are_finite
+from clamp.interrupts import holding
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.statistics import statistics_of
@@ -70,8 +72,8 @@ class Float32Reference:
             if one is frame:
                 return next(rest, None)
         call = call_of(frame.f_locals)
-        made = self._compute(call, copy_of) if call is not None else []
-        references = iter([Reference(one, call, number) for number, one in enumerate(made)] if call is not None else [])
+        made = [] if call is None else self._compute(call, copy_of)
+        references = (Reference(one, call, number) for number, one in enumerate(made) if call is not None)
         self._open.append((frame, references))
         return next(references, None)
 
@@ -80,27 +82,23 @@ class Float32Reference:
         made = self._compute(reference.call, partial(copy_of, dtype=dtype))
         return made[reference.number] if len(made) > reference.number else None
 
-    def gradients_of(self, made: TensorLike, grad: Tensor) -> list[Tensor | None]:
-        """Returns what a counterpart gives for the gradient that its op was given; nothing if it has no graph."""
-        if not isinstance(made, Node) or made.grad_fn is None:
-            return []
-        self._calling = sys._getframe()
-        try:
-            return list(called_in(None, made.grad_fn, cast(grad, "float32")))
-        finally:
-            self._calling = None
+    def gradients_of(self, made: TensorLike | None, grad: Tensor, count: int) -> list[Tensor | None]:
+        """Returns what a counterpart gives for the gradient that its op was given, as many as its op; None for each
+        where there is no counterpart, or it has no graph."""
+        found: list[Tensor | None] = []
+        if isinstance(made, Node) and made.grad_fn is not None:
+            with holding(self, "_calling", sys._getframe()):
+                found = list(called_in(None, made.grad_fn, cast(grad, "float32")))
+        return found if len(found) == count else [None] * count
 
     def _compute(self, call: Call, copy: Callable[[TensorLike], TensorLike]) -> list[TensorLike]:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
-        self._calling, self._found = sys._getframe(), []
-        try:
+        self._found = []
+        with holding(self, "_calling", sys._getframe()), suppress(Exception):  # a user's kernels may read 16 bits only
             with bridge.on_tape(None), forward_again(), casting_in(call.region):
                 call.run(*call.copied(copy))
-        except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
-            return []
-        finally:
-            self._calling = None
-        return self._found
+            return self._found
+        return []
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -159,24 +157,17 @@ def rounded_to_zero(frame: Frame) -> Frame | None:
     Args:
         frame: not finite, and not in float32 either from the numbers that it read; its tensors are held.
     """
-    forward = _forward_of(frame)
-    if forward is None:
-        return None
     wide: Wide = {}
+    forward = frame.forward or frame
     before = [found for value in forward.inputs for found in _widen(value, wide, BEFORE)]
     blamed = next((one for one in before if _gave_more_zeros(one, wide)), None)
     return blamed if blamed is not None and _is_finite(frame, wide) else None
 
 
-def _forward_of(frame: Frame) -> Frame | None:
-    return frame.forward if frame.direction == BACKWARD else frame
-
-
 def _is_finite(frame: Frame, wide: Mapping[int, Tensor]) -> bool | None:
     """Returns whether an op, or its gradient, is finite in float32, where some of what it reads is what it would be
     there."""
-    forward = _forward_of(frame)
-    made = None if forward is None else _made(forward, wide)
+    made = _made(frame.forward or frame, wide)
     if made is None:
         return None
     if frame.direction != BACKWARD:
@@ -193,9 +184,7 @@ def _widen(value: Value, wide: Wide, most: int) -> list[Frame]:
     """Notes what a value would be in float32, and what it is made of, and returns the ops that give them, the last
     first; of what cannot be computed again, nothing."""
     maker, tensor = value.made_by, value.tensor
-    if maker is None or tensor is None or maker.direction == BACKWARD or not most:
-        return []
-    if id(tensor) in wide:
+    if maker is None or tensor is None or id(tensor) in wide or maker.direction == BACKWARD or not most:
         return []
     before = [frame for one in maker.inputs for frame in _widen(one, wide, most - 1)]
     if maker.op in INSERTED and len(maker.inputs) == 1 and maker.inputs[0].tensor is not None:
@@ -218,10 +207,11 @@ def _gave_more_zeros(frame: Frame, wide: Wide) -> bool:
 
 def _made(frame: Frame, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
     """Returns what a forward op gives in float32; None where it cannot be computed again."""
-    made = None if frame.call is None else _run(frame.call, {})
-    if frame.call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
+    call = frame.call
+    made = None if call is None else _run(call, {})
+    if call is None or made is None or (len(made) == 1 and not _is_the_same(frame, made)):
         return None
-    return _run(frame.call, wide) if wide else made
+    return _run(call, wide) if wide else made
 
 
 def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:

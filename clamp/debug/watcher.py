@@ -263,24 +263,21 @@ class AmpSide(Watcher):
         self, token: Seen, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
         brought = max(token.brought, self._total(grad))
-        references = self._gradients(token.reference and token.reference.made, grad, len(grads))
+        gradients_of = partial(self._references.gradients_of, grad=grad, count=len(grads))
+        references = gradients_of(token.reference and token.reference.made)
+
+        def rounded(part: int) -> Tensor | None:
+            return gradients_of(self._rounded(token))[part]
+
         for part, one in enumerate(grads):
             if one is not None:
-                rounded = partial(self._rounded_gradient, token, grad, len(grads), part)
-                self._compare(token, part, one, references[part], brought, rounded)
-
-    def _gradients(self, made: TensorLike | None, grad: Tensor, count: int) -> list[Tensor | None]:
-        found = [] if made is None else self._references.gradients_of(made, grad)
-        return found if len(found) == count else [None] * count
+                self._compare(token, part, one, references[part], brought, partial(rounded, part))
 
     def _rounded(self, seen: Seen) -> TensorLike | None:
         """The counterpart of the result, of rounded inputs; None where AMP rounds none."""
         if seen.reference is None or seen.place.policy != "half":
             return None
         return self._references.of_rounded(seen.reference, seen.place.dtype(self._dtype))
-
-    def _rounded_gradient(self, seen: Seen, grad: Tensor, count: int, part: int) -> Tensor | None:
-        return self._gradients(self._rounded(seen), grad, count)[part]
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         actual, one, other = on_host(made), on_host(first), on_host(second)
