@@ -137,7 +137,8 @@ def test_a_backward_that_is_ended_can_be_run_again(queue: cl.CommandQueue) -> No
     loss = ag.sum(ag.sqrt(x))
     check(DebugMode.CHECK_NAN_INF_AND_ABORT)
     root = ag.sqrt(x)
-    with pytest.raises(FloatingPointError, match=r"^sqrt_grad gave 0 nan and 1 inf among 2 elements of float32 \(2,\)"):
+    message = r"^sqrt_grad gave 0 nan and 1 inf among 2 elements of float32 \(2,\), at test_checker\.py:\d+: root = ag"
+    with pytest.raises(FloatingPointError, match=message):
         root.backward()
     debugging.disable_tensor_checker()
     loss.backward()
@@ -391,12 +392,16 @@ def test_a_graph(queue: cl.CommandQueue, lines: Lines) -> None:
 def test_check_numerics(queue: cl.CommandQueue, lines: Lines, dtype: str) -> None:
     tensor = to_device(queue, quantize([1.0, np.inf, np.nan, 0.0, -3.0], dtype), dtype)
     stats, values = debugging.check_numerics(tensor, "op", "x", DebugMode.CHECK_NAN_INF)
-    np.testing.assert_array_equal(stats.to_host(), [1, 1, 1])
-    np.testing.assert_array_equal(values.to_host(), np.float32([np.inf, -3.0, np.nan]))
+    np.testing.assert_array_equal(stats.to_host(), np.int64([1, 1, 1]), strict=True)
+    np.testing.assert_array_equal(values.to_host(), np.float32([np.inf, -3.0, np.nan]), strict=True)
     (line,) = lines()
     assert (line["op"], line["tensor"], line["numel"], line["error"]) == ("op", "x", "5", "True")
     with pytest.raises(FloatingPointError, match=r"^x of op has 1 nan and 1 inf among 5 elements of"):
         debugging.check_numerics(tensor, "op", "x")
+    lines()
+    _, values = debugging.check_numerics(ag.tensor(to_device(queue, [1.0, 0.0, 3.5])), "op", "x")
+    np.testing.assert_array_equal(values.to_host(), [3.5, 0.0, 1.5])
+    assert lines() == []
 
 
 def test_what_check_numerics_does_not_take(queue: cl.CommandQueue) -> None:
@@ -429,6 +434,8 @@ def test_a_layers_input_and_backward(queue: cl.CommandQueue) -> None:
     y = layer(x)
     with pytest.raises(FloatingPointError, match=r"^pow_grad \(Halving\) gave 0 nan and 1 inf"):
         y.backward()
+    with pytest.raises(FloatingPointError, match=r"^pow \(Halving\) gave 1 nan and 0 inf among 1 elements of float32"):
+        layer(leaf(queue, [-1.0]))
     with pytest.raises(FloatingPointError, match=r"^Halving\.input.* gave 1 nan and 0 inf among 1 "):
         layer(leaf(queue, [np.nan]))
     ag.exp(leaf(queue, [200.0]))  # outside of it nothing is checked
