@@ -17,6 +17,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Node, Tensor
+from clamp.debug.explain import Explanation
 from clamp.ops.elementwise import elementwise
 from tests.reference import to_device
 
@@ -76,6 +77,40 @@ def optimize(handle: Any, optimizer: Any, loss: Node) -> None:
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
+
+
+class Small:
+    """A layer, and what a case makes a loss of: of equal numbers that the layer gives, or of random ones."""
+
+    def __init__(self, queue: cl.CommandQueue, loss: Callable[[Node], Node], x: float | None = None) -> None:
+        np.random.seed(0)
+        self.layer = Linear(queue, 4, 4)
+        if x is not None:
+            self.layer.weight.write(np.eye(4, dtype=np.float32))
+            self.layer.bias.write(np.zeros(4, np.float32))
+        self.optimizer = SGD(self.layer.parameters(), lr=1e-9)
+        random = np.random.default_rng(1).standard_normal((16, 4), np.float32)
+        self.x, self._loss = to_device(queue, random if x is None else np.full((2, 4), x)), loss
+
+    def loss(self) -> Node:
+        """The mean of what the case makes."""
+        return ag.mean(self._loss(self.layer(ag.tensor(self.x))))
+
+    def step(self, handle: Any) -> Callable[[], None]:
+        """One step of a loop."""
+        return lambda: optimize(handle, self.optimizer, self.loss())
+
+
+def explained(step: Callable[[Any], Callable[[], Any]], way: str, **options: Any) -> tuple[Any, Explanation]:
+    """A handle, and its explanation of a step that it has run: as it happened where the way is ``"armed"``, or run
+    again."""
+    handle = amp.init(debug="attribution" if way == "armed" else None, **options)
+    run = step(handle)
+    run()
+    return handle, handle.explain() if way == "armed" else handle.explain(run)
+
+
+WAYS = ("armed", "run again")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,39 +11,17 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.autograd.engine import apply_op
-from netcl.nn.layers import Linear
 from netcl.optim import SGD, Adam
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.debug.explain import Explanation
 from clamp.ops.elementwise import elementwise
-from tests.debug.faults import optimize
+from tests.debug.faults import WAYS, Small, explained, optimize
 from tests.networks import batch, loss_of, mlp, scaled_backward
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
-
-
-class Small:
-    """A layer, and what a case makes a loss of: of equal numbers that the layer gives, or of random ones."""
-
-    def __init__(self, queue: cl.CommandQueue, loss: Callable[[Node], Node], x: float | None = None) -> None:
-        np.random.seed(0)
-        self.layer = Linear(queue, 4, 4)
-        if x is not None:
-            self.layer.weight.write(np.eye(4, dtype=np.float32))
-            self.layer.bias.write(np.zeros(4, np.float32))
-        self.optimizer = SGD(self.layer.parameters(), lr=1e-9)
-        random = np.random.default_rng(1).standard_normal((16, 4), np.float32)
-        self.x, self._loss = to_device(queue, random if x is None else np.full((2, 4), x)), loss
-
-    def step(self, handle: Any) -> Callable[[], None]:
-        def step() -> None:
-            loss = ag.mean(self._loss(self.layer(ag.tensor(self.x))))
-            optimize(handle, self.optimizer, loss)
-
-        return step
 
 
 def cured(cure: str) -> Any:
@@ -64,13 +43,11 @@ UNDERFLOWS: dict[str, tuple[Callable[[Node], Node], str, str]] = {
 
 
 @pytest.mark.parametrize("case", UNDERFLOWS)
-@pytest.mark.parametrize("armed", [True, False])
-def test_what_float16_made_0_is_told_from_what_has_no_value(queue: cl.CommandQueue, case: str, armed: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_float16_made_0_is_told_from_what_has_no_value(queue: cl.CommandQueue, case: str, way: str) -> None:
     loss, function, direction = UNDERFLOWS[case]
     small = Small(queue, loss, 1e-5)
-    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
-    small.step(handle)()
-    found = handle.explain() if armed else handle.explain(small.step(handle))
+    _, found = explained(small.step, way, loss_scale=1.0)
     assert found.first is not None, found
     assert (found.first.function, found.first.direction) == (function, direction), found
     assert "became 0 in float16: mul at test_causes.py" in found.why, found
@@ -84,10 +61,7 @@ def test_what_float16_made_0_is_told_from_what_has_no_value(queue: cl.CommandQue
 @pytest.mark.parametrize("case", UNDERFLOWS)
 def test_true_zeros_have_no_value_in_any_dtype(queue: cl.CommandQueue, case: str) -> None:
     loss, function, _ = UNDERFLOWS[case]
-    small = Small(queue, loss, 0.0)
-    handle = amp.init(debug="attribution", loss_scale=1.0)
-    small.step(handle)()
-    found = handle.explain()
+    _, found = explained(Small(queue, loss, 0.0).step, "armed", loss_scale=1.0)
     assert found.first.function == function
     assert "It has no finite value in float32 either" in found.why, found
 
@@ -109,11 +83,8 @@ DIVIDED: dict[str, Callable[[Node], Node]] = {
 @pytest.mark.parametrize("case", DIVIDED)
 def test_an_overflow_that_a_division_made_0_is_named(queue: cl.CommandQueue, case: str) -> None:
     small = Small(queue, DIVIDED[case], 300.0)
-    handle = amp.init(loss_scale=1.0)
-    step = small.step(handle)
-    step()
+    handle, found = explained(small.step, "run again", loss_scale=1.0)
     assert handle.last_step.stepped
-    found = handle.explain(step)
     assert (found.kind, found.first.function) == ("forward", "mul"), found
     assert "8 inf of its results are beyond 65504" in found.why
     assert "divides by them, which gives 0" in found.why
@@ -131,11 +102,8 @@ def test_an_overflow_that_a_division_made_0_is_named(queue: cl.CommandQueue, cas
     ids=["saturated", "masked"],
 )
 def test_inf_that_comes_to_nothing_is_told(queue: cl.CommandQueue, op: Callable[[Node], Node], function: str) -> None:
-    small = Small(queue, op, 1.0)
-    handle = amp.init(loss_scale=1.0)
-    small.step(handle)()
+    handle, found = explained(Small(queue, op, 1.0).step, "run again", loss_scale=1.0)
     assert handle.last_step.stepped
-    found = handle.explain(small.step(handle))
     assert found.kind == "finite"
     assert "Its loss and the gradients of what is trained are finite." in found.why
     assert f"The forward of {function} at " in found.why, found
@@ -158,19 +126,17 @@ def test_a_step_that_went_well_is_told_so(queue: cl.CommandQueue) -> None:
     assert 'debug="attribution"' in found.cure
 
 
-@pytest.mark.parametrize("armed", [True, False])
-def test_what_was_put_into_a_gradient_is_told(queue: cl.CommandQueue, armed: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_put_into_a_gradient_is_told(queue: cl.CommandQueue, way: str) -> None:
     small = Small(queue, ag.square, 1.0)
-    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
 
-    def step() -> None:
+    def step(handle: Any) -> None:
         small.optimizer.zero_grad()
-        scaled_backward(handle, ag.mean(small.layer(ag.tensor(small.x))), small.optimizer)
+        scaled_backward(handle, small.loss(), small.optimizer)
         small.layer.weight.grad.write(np.full((4, 4), np.nan, np.float32))
         small.optimizer.step()
 
-    step()
-    found = handle.explain() if armed else handle.explain(step)
+    _, found = explained(lambda handle: partial(step, handle), way, loss_scale=1.0)
     assert found.kind == "finite"
     assert "has come into the gradients after backward" in found.why, found
 
@@ -259,8 +225,6 @@ def test_a_rate_is_not_blamed_for_losses_of_easy_batches(
 
 # ---------------------------------------------------------------------------------------------- what has no value
 
-WAYS = ("armed", "run again")
-
 
 def zeros(x: Node) -> Node:
     return ag.mul(x, 0.0)
@@ -284,11 +248,8 @@ CASES: dict[str, tuple[str, Callable[[Node], Node], Callable[[Node], Any], str, 
 }
 
 
-def explained(queue: cl.CommandQueue, op: Callable[[Node], Node], dtype: str, way: str) -> Explanation:
-    handle = amp.init(dtype=dtype, loss_scale=8.0, debug="attribution" if way == "armed" else None)
-    step = Small(queue, op).step(handle)
-    step()
-    found: Explanation = handle.explain() if way == "armed" else handle.explain(step)
+def verdict(queue: cl.CommandQueue, op: Callable[[Node], Node], way: str, dtype: str = "float16") -> Explanation:
+    handle, found = explained(Small(queue, op).step, way, dtype=dtype, loss_scale=8.0)
     handle.shutdown()
     return found
 
@@ -303,7 +264,7 @@ def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str,
         others = y(h) if isinstance(y(h), tuple) else (y(h),)
         return getattr(ag, op)(*[value for value in (x(h), *others) if value is not None])
 
-    found = explained(queue, called, dtype, way)
+    found = verdict(queue, called, way, dtype)
     assert (found.kind, found.first.direction, found.first.function) == (direction, direction, op), found
     assert words in found.why
     assert "no finite value in float32 either" in found.why
@@ -336,7 +297,7 @@ BEYOND: dict[str, tuple[Callable[[Node, Tensor], Node], str]] = {
 def test_an_index_that_does_not_exist_is_told(queue: cl.CommandQueue, name: str, way: str) -> None:
     op, words = BEYOND[name]
     labels = np.where(np.arange(16) == 3, 16, 0).astype(np.int32)
-    found = explained(queue, lambda h: op(h, Tensor.from_host(queue, labels, dtype="int32")), "float16", way)
+    found = verdict(queue, lambda h: op(h, Tensor.from_host(queue, labels, dtype="int32")), way)
     assert found.first.function == name
     assert words in found.why, found
     exec(found.cure.partition("  #")[0], {"np": np, "y": labels})
@@ -344,7 +305,7 @@ def test_an_index_that_does_not_exist_is_told(queue: cl.CommandQueue, name: str,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_finite_in_float32_is_told_so(queue: cl.CommandQueue, way: str) -> None:
-    found = explained(queue, lambda h: ag.div(h, ag.add(zeros(h), 1e-6)), "float16", way)
+    found = verdict(queue, lambda h: ag.div(h, ag.add(zeros(h), 1e-6)), way)
     assert "60 of its results are beyond 65504, the largest number of float16, and so inf: the loss" in found.why
     assert found.why.endswith("In float32 they are finite.")
     assert 'custom_black_list=["div"]' in found.cure
@@ -359,9 +320,9 @@ def users(x: Node, divisor: float) -> Node:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_that_a_call_was_given_count(queue: cl.CommandQueue, way: str) -> None:
-    assert "float32 either" in explained(queue, lambda h: ag.div(h, 0.0), "float16", way).why
-    assert "float32 either" in explained(queue, lambda h: users(h, 0.0), "float16", way).why
-    small = explained(queue, lambda h: users(h, 1e-7), "float16", way)
+    assert "float32 either" in verdict(queue, lambda h: ag.div(h, 0.0), way).why
+    assert "float32 either" in verdict(queue, lambda h: users(h, 0.0), way).why
+    small = verdict(queue, lambda h: users(h, 1e-7), way)
     assert small.why.endswith("In float32 they are finite.")
     assert small.cure.startswith("@amp.float_function")
 
@@ -374,5 +335,5 @@ def test_where_an_op_cannot_be_computed_again_both_are_told(queue: cl.CommandQue
             raise TypeError("a kernel that reads half")
         return apply_op(lambda x: elementwise("div", x.dtype, x, 1e-7), lambda dy: [dy], x)
 
-    found = explained(queue, of_halves, "float16", way)
+    found = verdict(queue, of_halves, way)
     assert found.why.endswith("(Or they have no value, as x / 0.)")

@@ -12,16 +12,13 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.amp import GradScaler as NetclScaler
-from netcl.nn.layers import Linear
-from netcl.optim import SGD
 
 from clamp import amp, session
 from clamp.bridge import Node
 from clamp.casting.regions import InitCall
 from clamp.compat.paddle import GradScaler as PaddleScaler
-from tests.debug.faults import Training, optimize
+from tests.debug.faults import Small, Training
 from tests.debug.test_explain import Train
-from tests.reference import to_device
 
 TOO_HIGH = 2.0**24
 
@@ -29,25 +26,10 @@ TOO_HIGH = 2.0**24
 pytestmark = pytest.mark.usefixtures("shut_down")
 
 
-class Overflowing:
-    """A training with one matmul whose results are beyond float16, once."""
-
-    def __init__(self, queue: cl.CommandQueue) -> None:
-        np.random.seed(0)
-        self.layer = Linear(queue, 8, 8)
-        self.optimizer = SGD(self.layer.parameters(), lr=1e-9)
-        self.x = to_device(queue, np.full((4, 8), 100.0))
-
-    def loss(self) -> Node:
-        h = self.layer(ag.tensor(self.x))
-        h = ag.add(ag.sub(h, h), 300.0)
-        return ag.mean(ag.mul(h, h))
-
-    def step(self, handle: Any) -> Callable[[], None]:
-        def step() -> None:
-            optimize(handle, self.optimizer, self.loss())
-
-        return step
+def beyond_float16(h: Node) -> Node:
+    """300^2, of what a layer gives."""
+    h = ag.add(ag.sub(h, h), 300.0)
+    return ag.mul(h, h)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -65,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_black_list_is_told_with_all_that_init_was_given(queue: cl.CommandQueue, options: dict[str, Any]) -> None:
-    training = Overflowing(queue)
+    training = Small(queue, beyond_float16)
     handle = amp.init(**options)
     training.step(handle)()
     found = handle.explain(training.step(handle))
@@ -103,7 +85,7 @@ def test_a_static_scale_of_init_is_told_with_all_that_it_was_given(queue: cl.Com
 
 
 def test_apex_has_no_lists_and_is_told_of_registration(queue: cl.CommandQueue) -> None:
-    training = Overflowing(queue)
+    training = Small(queue, beyond_float16)
     layer, optimizer = amp.initialize(training.layer, training.optimizer, verbosity=0, loss_scale=1.0)
 
     def step() -> None:
@@ -175,7 +157,7 @@ def test_netcls_scaler_comes_down(queue: cl.CommandQueue) -> None:
 
 
 def test_a_loop_without_a_handle_is_told_of_a_region(queue: cl.CommandQueue) -> None:
-    training, scaler = Overflowing(queue), amp.GradScaler(init_scale=1.0)
+    training, scaler = Small(queue, beyond_float16), amp.GradScaler(init_scale=1.0)
 
     def step() -> None:
         training.optimizer.zero_grad()

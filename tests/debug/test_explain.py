@@ -23,7 +23,7 @@ from clamp.casting.results import RESULTS
 from clamp.cli.bench.timing import counted_launches
 from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
-from tests.debug.faults import FAULTS, Training, line_of, optimize
+from tests.debug.faults import FAULTS, WAYS, Training, explained, line_of, optimize
 from tests.faults.inject import Calls, Failure
 from tests.networks import Task, batch, mlp, scaled_backward, step, weights_of
 from tests.reference import to_device
@@ -44,21 +44,16 @@ def check(found: Explanation, fault: str) -> None:
     assert found.first.place.file.endswith("faults.py")
     assert found.first.place.line == line_of(fault), found
     assert not found.report.stepped
+    text = str(found)
+    assert text.startswith(f"step {found.report.step} was skipped: ")
+    assert all(words.format(scale=scale_for(fault)) in text for words in expected.words), text
+    assert f"faults.py:{line_of(fault)}: {expected.code}" in text
+    assert "\ncure: " in text
+    assert len(text.splitlines()) < 50
 
 
-def eager(queue: cl.CommandQueue, fault: str, **options: Any) -> Explanation:
-    training = Training(queue, fault)
-    with amp.init(debug="attribution", **{"loss_scale": scale_for(fault), **options}) as handle:
-        for _ in range(2):
-            training.step(handle)()
-        return handle.explain()
-
-
-def run_again(queue: cl.CommandQueue, fault: str) -> Explanation:
-    training = Training(queue, fault)
-    handle = amp.init(loss_scale=scale_for(fault))
-    training.step(handle)()
-    return handle.explain(training.step(handle))
+def run(queue: cl.CommandQueue, fault: str, way: str) -> Explanation:
+    return explained(Training(queue, fault).step, way, loss_scale=scale_for(fault))[1]
 
 
 def recorded(queue: cl.CommandQueue, fault: str) -> Explanation:
@@ -96,29 +91,18 @@ def graph(queue: cl.CommandQueue, fault: str, *, armed: bool = True) -> Explanat
     return handle.explain() if armed else train.explain(*training.data)
 
 
-WAYS: dict[str, Callable[[cl.CommandQueue, str], Explanation]] = {
-    "eager": eager,
-    "run again": run_again,
+RUNS: dict[str, Callable[[cl.CommandQueue, str], Explanation]] = {
+    **{way: partial(run, way=way) for way in WAYS},
     "recorded": recorded,
     "graph": graph,
-    "graph, run again": lambda queue, fault: graph(queue, fault, armed=False),
+    "graph, run again": partial(graph, armed=False),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", RUNS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_op_the_module_and_the_line_are_named(queue: cl.CommandQueue, fault: str, way: str) -> None:
-    check(WAYS[way](queue, fault), fault)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_screen_names_the_cause(queue: cl.CommandQueue, fault: str) -> None:
-    text = str(eager(queue, fault))
-    assert all(words.format(scale=scale_for(fault)) in text for words in FAULTS[fault].words), text
-    assert text.startswith("step 2 was skipped: ")
-    assert f"faults.py:{line_of(fault)}: {FAULTS[fault].code}" in text
-    assert "\ncure: " in text
-    assert len(text.splitlines()) < 50
+def test_the_op_the_line_and_the_cause_are_named(queue: cl.CommandQueue, fault: str, how: str) -> None:
+    check(RUNS[how](queue, fault), fault)
 
 
 def test_a_mask_of_minus_inf_is_not_blamed(queue: cl.CommandQueue) -> None:
@@ -391,17 +375,17 @@ def test_what_an_op_gave_that_is_held_no_more_is_no_input(
 ) -> None:
     monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 1e-9)
     monkeypatch.setattr("clamp.debug.step_recorder._OFTEN", every)
-    assert eager(queue, "forward").kind == "unseen"
+    assert explained(Training(queue, "forward").step, "armed", loss_scale=8.0)[1].kind == "unseen"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_is_more_than_may_be_held_is_explained_alike(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    whole = str(run_again(queue, fault))
+    whole = str(run(queue, fault, "run again"))
     amp.shutdown()
     monkeypatch.setattr("clamp.debug.step_recorder._SHARE", 0.0)
-    assert str(run_again(queue, fault)) == whole
+    assert str(run(queue, fault, "run again")) == whole
 
 
 # ---------------------------------------------------------------------------------------------- what is no step

@@ -22,7 +22,7 @@ from netcl.optim import SGD
 
 from clamp import amp, bridge
 from clamp.debug.memory_report import MemoryReport
-from tests.debug.faults import FAULTS, Training
+from tests.debug.faults import FAULTS, WAYS, Training, explained, optimize
 from tests.networks import mlp
 from tests.reference import to_device
 
@@ -45,11 +45,7 @@ class Holder(Module):
 
 
 def train(call: Callable[[int, Any], Any], x: Any, optimizer: SGD, handle: Any) -> None:
-    optimizer.zero_grad()
-    loss = ag.mean(call(1, call(0, ag.tensor(x))))
-    with handle.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    optimize(handle, optimizer, ag.mean(call(1, call(0, ag.tensor(x)))))
 
 
 def in_a_closure(model: Holder) -> Callable[[Any], None]:
@@ -97,13 +93,11 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_search")
 @pytest.mark.parametrize("keeper", KEEPERS, ids=lambda keeper: keeper.__name__)
-@pytest.mark.parametrize("armed", [True, False])
-def test_layers_and_weights_have_their_names(queue: cl.CommandQueue, keeper: Any, armed: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_and_weights_have_their_names(queue: cl.CommandQueue, keeper: Any, way: str) -> None:
     step = keeper(Holder(queue))
-    handle = amp.init(debug="attribution" if armed else None, loss_scale=1.0)
-    step(handle)
+    handle, found = explained(lambda handle: lambda: step(handle), way, loss_scale=1.0)
     assert "parts.0.weight" in handle.last_step.parameters
-    found = handle.explain() if armed else handle.explain(lambda: step(handle))
     assert (found.first.module, found.leaf and found.leaf.name) == ("parts.1", "parts.1.weight"), found
 
 
