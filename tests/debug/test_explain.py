@@ -145,22 +145,6 @@ def test_nobody_observes_when_nothing_is_armed(queue: cl.CommandQueue) -> None:
         assert RESULTS.own is own
 
 
-def test_a_step_that_is_looked_at_changes_nothing(queue: cl.CommandQueue) -> None:
-    training = Training(queue, "forward")
-    handle = amp.init()
-    run = training.step(handle)
-    run()
-    params = training.model.parameters()
-    before, grads = [param.to_host() for param in params], [param.grad for param in params]
-    state, history, drawn = amp.state_dict(), list(handle.history), np.random.get_state()[1].tolist()  # type: ignore[index]
-    assert handle.explain(run).kind == "forward"
-    assert all(np.array_equal(a, param.to_host()) for a, param in zip(before, params, strict=True))
-    assert all(a is param.grad for a, param in zip(grads, params, strict=True))
-    assert amp.state_dict() == state
-    assert list(handle.history) == history
-    assert np.random.get_state()[1].tolist() == drawn  # type: ignore[index]
-
-
 @pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "between two"])
 def test_a_pass_that_is_looked_at_is_none_of_the_next_step(queue: cl.CommandQueue, steps: int) -> None:
     """Neither does the scale grow later, nor is a backward that was run again there counted to that step."""

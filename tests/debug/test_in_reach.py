@@ -21,6 +21,7 @@ from netcl.nn.layers import Linear, Module
 from netcl.optim import SGD
 
 from clamp import amp, bridge
+from clamp.bridge import Node
 from clamp.debug.memory_report import MemoryReport
 from tests.debug.faults import FAULTS, WAYS, Training, explained, optimize
 from tests.networks import mlp
@@ -167,35 +168,65 @@ def test_nothing_is_searched_for(
 
 
 class Normed(Module):
-    """With statistics that each forward moves, and a scaler of netcl's beside it."""
+    """With statistics that each forward moves, and random numbers."""
 
     def __init__(self, queue: cl.CommandQueue) -> None:
-        self.norm = BatchNorm2dModule(queue, 2)
+        self.norm, self.linear = BatchNorm2dModule(queue, 2), Linear(queue, 4, 4)
+
+    def forward(self, x: Node) -> Node:
+        return self.linear(ag.dropout(self.norm(x), 0.5))
+
+
+#: what looks at a step, given a folder
+LOOKS: dict[str, Callable[[Any, Callable[[], Any], Path], Any]] = {
+    "explain": lambda handle, step, folder: handle.explain(step),
+    "ranges": lambda handle, step, folder: handle.ranges(step),
+    "compare_accuracy": lambda handle, step, folder: amp.debugging.compare_accuracy(step),
+    "save_trace": lambda handle, step, folder: amp.debugging.save_trace(folder / "trace.json", step),
+}
 
 
 @pytest.mark.usefixtures("no_search")
-@pytest.mark.parametrize("look", ["explain", "ranges"])
-def test_what_nobody_has_met_before_is_put_back(queue: cl.CommandQueue, look: str) -> None:
+@pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "after a step"])
+@pytest.mark.parametrize(
+    ("look", "enabled"), [*((look, True) for look in LOOKS), ("compare_accuracy", False), ("save_trace", False)]
+)
+def test_a_step_that_is_looked_at_changes_nothing(
+    queue: cl.CommandQueue, look: str, enabled: bool, steps: int, tmp_path: Path
+) -> None:
+    """Also of what nobody has met before it was looked at."""
     model, scaler = Normed(queue), GradScaler(init_scale=2.0**15)
-    optimizer = SGD(model.parameters(), lr=0.1)
+    params, optimizer = model.parameters(), SGD(model.parameters(), lr=0.1)
     x = to_device(queue, np.random.default_rng(0).standard_normal((2, 2, 4, 4), np.float32))
-    kept = to_device(queue, np.ones(2))
-    for param in model.parameters():
-        param.grad = kept
+    for param in params:
+        param.grad = to_device(queue, np.ones(param.shape))
 
     def step() -> None:
-        optimizer.zero_grad()
-        scaler.scale_loss(ag.mean(model.norm(ag.tensor(x)))).backward()
-        scaler.step(optimizer, model.parameters())
-        scaler._scale = 3.0
+        loss = ag.mean(model(ag.tensor(x)))
+        if enabled:
+            optimizer.zero_grad()
+            scaler.scale_loss(loss).backward()
+            scaler.step(optimizer, params)
+            scaler._scale = 3.0
+        else:
+            optimize(handle, optimizer, loss)
 
-    handle = amp.init()
-    before = {name: tensor.to_host() for name, tensor in bridge.module_tensors(model)}
-    getattr(handle, look)(step)
-    for name, tensor in bridge.module_tensors(model):
-        np.testing.assert_array_equal(tensor.to_host(), before[name], err_msg=name)
-    assert all(param.grad is kept for param in model.parameters())
-    assert scaler.scale == 2.0**15
+    def everything() -> list[Any]:
+        bits = {name: bridge.read_bytes(tensor).tobytes() for name, tensor in bridge.module_tensors(model)}
+        state = [list(handle.history), amp.state_dict()] if enabled else []
+        return [bits, [id(param.grad) for param in params], scaler.scale, np.random.get_state()[1].tobytes(), *state]  # type: ignore[index]
+
+    handle = amp.init(enabled=enabled)
+    for _ in range(steps):
+        step()
+    before = everything()
+    found = LOOKS[look](handle, step, tmp_path)
+    assert everything() == before
+    if look == "compare_accuracy":
+        assert {"dropout", "batch_norm2d"} <= {value.function for value in found}
+        assert found.suspects == []
+    step()
+    assert everything() != before
 
 
 @pytest.mark.parametrize("look", ["explain", "ranges"])

@@ -138,14 +138,6 @@ def test_float32_against_amp_by_tolerance(queue: cl.CommandQueue, tmp_path: Path
     assert "float16" in str(found.second)
 
 
-def test_nothing_is_trained_and_all_put_back(queue: cl.CommandQueue, tmp_path: Path) -> None:
-    model = model_of(queue)
-    state = np.random.get_state()[1].tobytes()  # type: ignore[index]
-    save_trace(tmp_path / "trace.json", step_of(model, queue))
-    assert all(param.grad is None for param in model.parameters())
-    assert np.random.get_state()[1].tobytes() == state  # type: ignore[index]
-
-
 def test_inf_nan_and_zeros_are_told(queue: cl.CommandQueue, tmp_path: Path) -> None:
     def step_with(*numbers: float) -> Callable[[], Any]:
         x = ag.tensor(to_device(queue, np.array(numbers, np.float32)))
