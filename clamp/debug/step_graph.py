@@ -4,7 +4,7 @@ which of them inf and nan came."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.debug.callsite import INSERTED, NOWHERE, Call, Place
 from clamp.debug.words import placed
-from clamp.ops.statistics import PendingStatistics, Statistics, statistics_of
+from clamp.opencl.host_steps import unrecorded
+from clamp.ops.statistics import Statistics, statistics_of
 from clamp.scaling.loss_scale import LossScale
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -173,17 +174,14 @@ class StepGraph:
         """Every tensor of it once: parameters and inputs too."""
         return distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
 
-    def measuring(self, *, histogram: bool = False) -> Callable[[], None]:
-        """Has those measured that can be, and have not been; returns what reads the statistics, which waits."""
+    def measure(self, *, histogram: bool = False) -> None:
+        """Finds the statistics of what can be measured, and has not been. Waits for the device."""
         held = [(x, x.tensor) for x in self.values if x.tensor is not None and x.statistics is None]
         values = [(value, tensor) for value, tensor in held if bridge.is_floating(tensor)]
-        pending = PendingStatistics([tensor for _, tensor in values], histogram=histogram)
-
-        def read() -> None:
-            for (value, _), statistics in zip(values, pending.read(), strict=True):
-                value.statistics = statistics
-
-        return read
+        with unrecorded():
+            found = statistics_of([tensor for _, tensor in values], histogram=histogram)
+        for (value, _), statistics in zip(values, found, strict=True):
+            value.statistics = statistics
 
     def release(self, kept: Iterable[Frame] | None = None) -> None:
         """Holds no memory of the device any more.
@@ -231,7 +229,8 @@ class StepGraph:
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
     """Returns whether nothing of them is inf or nan. Waits for the device."""
-    return all(found.is_finite for found in statistics_of(tensors, histogram=False))
+    with unrecorded():
+        return all(found.is_finite for found in statistics_of(tensors, histogram=False))
 
 
 def distinct(values: Iterable[Value]) -> list[Value]:
@@ -260,8 +259,20 @@ def find_origin(trace: StepGraph) -> Origin | None:
 
     What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault. None if all is finite.
     """
-    found = list(_origins(_ends(trace), {id(frame): index for index, frame in enumerate(trace.frames)}))
-    return min(found, key=lambda one: one[0], default=(0, None))[1]
+    origin, blamed = None, {id(frame) for frame in _ends(trace)}
+    for frame in reversed(trace.frames):  # each comes after those that have made what it read
+        if id(frame) not in blamed:
+            continue
+        bad = [value for value in frame.inputs if not value.is_finite]
+        makers = [value.made_by for value in bad if value.made_by is not None]
+        # The gradient of an op whose result was bad already is no news.
+        if frame.direction == BACKWARD and not bad and frame.forward is not None and not frame.forward.is_finite:
+            makers = [frame.forward]
+        blamed.update(map(id, makers))
+        leaf = next((value for value in bad if value.made_by is None), None)
+        if leaf is not None or not makers:
+            origin = Origin(frame, leaf)
+    return origin
 
 
 def _ends(trace: StepGraph) -> list[Frame]:
@@ -285,27 +296,6 @@ def _ends(trace: StepGraph) -> list[Frame]:
         and not any(id(value) in read for value in frame.outputs)
         and (not trained or frame.direction == BACKWARD or id(frame) in trained)
     ]
-
-
-def _origins(ends: Iterable[Frame], places: dict[int, int]) -> Iterator[tuple[int, Origin]]:
-    """Every origin that the ends lead back to, with its place among the frames."""
-    seen = set[int]()
-    stack = list(ends)
-    while stack:
-        frame = stack.pop()
-        if id(frame) in seen:
-            continue
-        seen.add(id(frame))
-        place = places.get(id(frame), 0)
-        bad = [value for value in frame.inputs if not value.is_finite]
-        makers = [value.made_by for value in bad if value.made_by is not None]
-        # The gradient of an op whose result was bad already is no news.
-        if frame.direction == BACKWARD and not bad and frame.forward is not None and not frame.forward.is_finite:
-            makers = [frame.forward]
-        stack += makers
-        yield from ((place, Origin(frame, value)) for value in bad if value.made_by is None)
-        if not bad and not makers:
-            yield place, Origin(frame)
 
 
 _DIVIDING = frozenset({"div", "rsqrt", "pow"})  # which make 0 of an inf, and a number of what it stands for

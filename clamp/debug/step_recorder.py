@@ -174,7 +174,7 @@ class OverflowRecorder(Observer):
         if report is not None and not report.stepped:
             return None
         losses = [one.loss for one in self._step.passes if bridge.is_floating(one.loss)]
-        with self._in_replays_memory(), unrecorded():
+        with self._in_replays_memory():
             if are_finite(losses):
                 return None
         return self._hand_on(on_trace, report, 1.0, backward=False)
@@ -230,7 +230,7 @@ class OverflowRecorder(Observer):
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
                 _run_again(one, list(zip(ops[: one.ops], frames, strict=False)), trace)
-            trace.measuring()()
+        trace.measure()
         trace.name()
         return trace
 
@@ -284,7 +284,7 @@ class StepRecorder(Observer):
 
     def trace(self) -> StepGraph:
         """Returns what has been recorded, measured and named; waits for the device."""
-        self._measure()
+        self._graph.measure(histogram=self._of_ranges)
         self._graph.name()
         return self._graph
 
@@ -320,7 +320,7 @@ class StepRecorder(Observer):
             self._graph.scaler = scaled.loss_scale
         self._graph.awaited.clear()
         if not self._of_ranges:
-            self._measure()
+            self._graph.measure()
 
     # ------------------------------------------------------------------------------------------ keeping
 
@@ -329,9 +329,5 @@ class StepRecorder(Observer):
 
     def _keep_within_limit(self, tensor: Tensor) -> None:
         if bridge.on_device(tensor) and self._graph.held > _SHARE * tensor.queue.device.global_mem_size:
-            self._measure()
+            self._graph.measure(histogram=self._of_ranges)
             self._graph.release(() if self._of_ranges else self._graph.suspects())
-
-    def _measure(self) -> None:
-        with unrecorded():
-            self._graph.measuring(histogram=self._of_ranges)()
