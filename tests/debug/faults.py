@@ -185,6 +185,26 @@ class Training:
         return step
 
 
+class Train(amp.Graph):
+    """A step of a training, as a graph.
+
+    Args:
+        loss: of what the graph is called with; the training's if not given.
+    """
+
+    def __init__(self, training: Training, scaler: Any, loss: Callable[..., Node] | None = None) -> None:
+        super().__init__()
+        self.training, self.loss = training, loss
+        self.add_optimizer(training.optimizer)
+        self.config.enable_amp(True)
+        self.set_grad_scaler(scaler)
+
+    def build(self, *inputs: Node) -> Node:
+        loss = self.loss(*inputs) if self.loss else self.training.loss(*(x.value for x in inputs))
+        loss.backward()
+        return loss
+
+
 def line_of(fault: str) -> int:
     """The line of this file that an explanation is to name."""
     lines = inspect.getsource(sys.modules[__name__]).splitlines()

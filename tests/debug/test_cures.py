@@ -17,8 +17,7 @@ from clamp import amp, session
 from clamp.bridge import Node
 from clamp.casting.regions import InitCall
 from clamp.compat.paddle import GradScaler as PaddleScaler
-from tests.debug.faults import Small, Training
-from tests.debug.test_explain import Train
+from tests.debug.faults import Small, Train, Training
 
 TOO_HIGH = 2.0**24
 

@@ -23,7 +23,7 @@ from clamp.casting.results import RESULTS
 from clamp.cli.bench.timing import counted_launches
 from clamp.debug.explain import SKIPS_EXPLAINED, Explanation
 from clamp.ops.elementwise import elementwise
-from tests.debug.faults import FAULTS, WAYS, Training, explained, line_of, optimize
+from tests.debug.faults import FAULTS, WAYS, Train, Training, explained, line_of, optimize
 from tests.faults.inject import Calls, Failure
 from tests.networks import Task, batch, mlp, scaled_backward, step, weights_of
 from tests.reference import to_device
@@ -64,22 +64,6 @@ def recorded(queue: cl.CommandQueue, fault: str) -> Explanation:
         replayed()
     assert replayed.recordings == 1
     return handle.explain()
-
-
-class Train(amp.Graph):
-    """A step of a training, as a graph."""
-
-    def __init__(self, training: Training, scaler: Any) -> None:
-        super().__init__()
-        self.training = training
-        self.add_optimizer(training.optimizer)
-        self.config.enable_amp(True)
-        self.set_grad_scaler(scaler)
-
-    def build(self, x: Node, y: Node) -> Node:
-        loss = self.training.loss(x.value, y.value)
-        loss.backward()
-        return loss
 
 
 def graph(queue: cl.CommandQueue, fault: str, *, armed: bool = True) -> Explanation:

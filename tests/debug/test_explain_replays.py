@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from netcl import autograd as ag
 from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.debug.explain import Explanation
-from tests.debug.faults import Training
+from tests.debug.faults import Train, Training
 from tests.networks import scaled_backward
 from tests.reference import to_device
 
@@ -54,17 +55,7 @@ def step_outside(queue: cl.CommandQueue, training: Training, handle: Any) -> Cal
 
 
 def as_graph(queue: cl.CommandQueue, training: Training, handle: Any) -> Callable[[np.ndarray], None]:
-    class Train(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_optimizer(training.optimizer)
-            self.config.enable_amp(True)
-            self.set_grad_scaler(amp.StaticGradScaler(8.0))
-
-        def build(self, x: Node) -> None:
-            loss_of(training, x).backward()
-
-    train = Train()
+    train = Train(training, amp.StaticGradScaler(8.0), partial(loss_of, training))
     return lambda x: train(to_device(queue, x))
 
 
