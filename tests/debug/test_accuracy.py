@@ -38,6 +38,19 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return RNG.standard_normal((16, 12)).astype(np.float32), RNG.integers(0, 5, 16)
 
 
+def step_of(queue: cl.CommandQueue, forward: Callable[[Node], Node]) -> Callable[[], Node]:
+    """Forward and backward of what a model, say, makes of some numbers, with its loss."""
+    x, y = data()
+
+    def step() -> Node:
+        out = forward(ag.tensor(to_device(queue, x)))
+        loss = F.cross_entropy(out, ag.tensor(to_device(queue, np.eye(out.value.shape[-1])[y])))
+        loss.backward()
+        return loss
+
+    return step
+
+
 def where(found: list[ValueAccuracy]) -> set[tuple[str, str, str]]:
     return {(value.direction, value.function, value.module) for value in found}
 
@@ -58,6 +71,11 @@ def breaking(wrapped: Callable[..., Any], is_broken: Callable[..., bool]) -> Cal
     return call
 
 
+def broken(op: str, columns: int | None) -> Callable[..., Any]:
+    """clamp's elementwise, with such results of one op, of so many columns."""
+    return breaking(elementwise, lambda name, _, *values, **__: name == op and columns in (None, values[0].shape[-1]))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("op", "columns", "expected"),
@@ -71,12 +89,9 @@ def breaking(wrapped: Callable[..., Any], is_broken: Callable[..., bool]) -> Cal
 def test_finds_the_broken_op_and_only_it(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, dtype: str, op: str, columns: int | None, expected: Any
 ) -> None:
-    def is_broken(name: str, out_dtype: str, *values: Any, **options: Any) -> bool:
-        return name == op and columns in (None, values[0].shape[-1])
-
     model = tanhs(queue)
     assert compare_accuracy(model, data(), loss=F.cross_entropy, dtype=dtype).suspects == []
-    monkeypatch.setattr(bound_elementwise, "elementwise", breaking(elementwise, is_broken))
+    monkeypatch.setattr(bound_elementwise, "elementwise", broken(op, columns))
     found = compare_accuracy(model, data(), loss=F.cross_entropy, dtype=dtype, tolerance=3.0)
     assert where(found.suspects) == expected
     assert found[0] == found.suspects[0]
@@ -139,7 +154,6 @@ def test_slope_of_a_relu_on_the_other_side_of_zero_is_no_fault(queue: cl.Command
 
 def test_op_of_the_users_own_is_estimated(queue: cl.CommandQueue) -> None:
     model = tanhs(queue)
-    x, y = data()
 
     def own(node: Node, factor: float) -> Node:
         value = node.value
@@ -147,16 +161,12 @@ def test_op_of_the_users_own_is_estimated(queue: cl.CommandQueue) -> None:
         return Node(value=out, parents=[node], grad_fn=lambda grad: [elementwise("copy", value.dtype, grad)],
                     requires_grad=True, op_name="own")  # fmt: skip
 
-    def step(factor: float) -> Node:
-        hidden = model.layers[0](ag.tensor(to_device(queue, x)))
-        out = model.layers[2](own(ag.tanh(hidden), factor))
-        loss = F.cross_entropy(out, ag.tensor(to_device(queue, np.eye(20)[y])))
-        loss.backward()
-        return loss
+    def step(factor: float) -> Callable[[], Node]:
+        return step_of(queue, lambda x: model.layers[2](own(ag.tanh(model.layers[0](x)), factor)))
 
     with amp.init():
-        assert compare_accuracy(lambda: step(1.0)).suspects == []
-        found = compare_accuracy(lambda: step(1.1)).suspects
+        assert compare_accuracy(step(1.0)).suspects == []
+        found = compare_accuracy(step(1.1)).suspects
     assert {(value.function, value.is_estimate) for value in found} == {("own", True)}
 
 
@@ -229,34 +239,28 @@ def test_gradient_of_a_tensor_that_no_layer_has_is_put_back(queue: cl.CommandQue
 
 
 def test_regions_inside_the_step_are_in_float32_too(queue: cl.CommandQueue) -> None:
-    model, (x, y) = tanhs(queue), data()
-    seen = []
+    model, seen = tanhs(queue), []
 
-    def step() -> Any:
+    def forward(x: Node) -> Node:
         with amp.autocast(dtype="bfloat16"):
-            out = model(ag.tensor(to_device(queue, x)))
+            out = model(x)
         seen.append(out.value.dtype)
-        loss = F.cross_entropy(out, ag.tensor(to_device(queue, np.eye(5)[y])))
-        loss.backward()
-        return loss
+        return out
 
-    found = compare_accuracy(step, dtype="bfloat16")
+    found = compare_accuracy(step_of(queue, forward), dtype="bfloat16")
     assert seen == ["float32", "bfloat16"]
     assert found.suspects == []
     assert any(value.own > 2.0**-11 for value in found)
 
 
 def test_what_only_one_run_has_is_named(queue: cl.CommandQueue) -> None:
-    model, (x, y) = tanhs(queue), data()
+    model = tanhs(queue)
 
-    def step() -> Any:
-        out = model(ag.tensor(to_device(queue, x)))
-        out = ag.sigmoid(out) if out.value.dtype == "float16" else ag.exp(out)
-        loss = F.cross_entropy(out, ag.tensor(to_device(queue, np.eye(5)[y])))
-        loss.backward()
-        return loss
+    def forward(x: Node) -> Node:
+        out = model(x)
+        return ag.sigmoid(out) if out.value.dtype == "float16" else ag.exp(out)
 
-    found = compare_accuracy(step)
+    found = compare_accuracy(step_of(queue, forward))
     assert any("result of exp" in one and "float32 only" in one for one in found.unpaired)
     assert any("result of sigmoid" in one and "under AMP only" in one for one in found.unpaired)
     assert "not compared: result of sigmoid" in str(found)
