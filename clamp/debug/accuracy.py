@@ -67,7 +67,10 @@ class Accuracy(Sequence[ValueAccuracy]):
             writer.writerows(astuple(value) for value in self.values)
 
     def __str__(self) -> str:
-        return "\n".join([*self._head(), "", *_table(self.values[:_SHOWN]), *self._tail()])
+        left = len(self.values) - _SHOWN
+        more = [f"... and {left} more, which err less: to_csv(path) writes all"] if left > 0 else []
+        unpaired = [f"not compared: {one}" for one in self.unpaired]
+        return "\n".join([*self._head(), "", *_table(self.values[:_SHOWN]), *more, *unpaired])
 
     __repr__ = __str__
 
@@ -107,11 +110,6 @@ class Accuracy(Sequence[ValueAccuracy]):
             f"{self.dtype} is, and nearly cancels in it. Compute what it reads in float32, too: "
             'with amp.autocast(dtype="float32"): around both.'
         ]
-
-    def _tail(self) -> list[str]:
-        left = len(self.values) - _SHOWN
-        more = [f"... and {left} more, which err less: to_csv(path) writes all"] if left > 0 else []
-        return [*more, *(f"not compared: {one}" for one in self.unpaired)]
 
 
 def compare_step(
@@ -160,7 +158,10 @@ def compare_step(
         dtype = check_dtype(dtype)
     debug.session.ensure_patched()
     around = current_region() or Region(True, "float16", default_table())
-    amp = _amp_region(replace(around, enabled=True), dtype, level, custom_white_list, custom_black_list)
+    policies = around.policies if level is None else debug.session.policies_for(level)
+    policies = policies.customized(custom_white_list, custom_black_list)
+    chosen = "float32" if level == "O0" else dtype or around.dtype
+    amp = replace(around, enabled=True, dtype=chosen, policies=policies)
     run = _step_of(step, batch, loss, amp, loss_scale)
     (in_float32, right_loss), (under_amp, amp_loss) = _both_runs(run, amp, tolerance)
     values = sorted(under_amp.named(), key=partial(_rank, tolerance=tolerance))
@@ -178,19 +179,6 @@ class _ScaledStep(NamedTuple):
     run: Callable[[float], Any]  # with a loss scale; returns the loss
     scale: float  # that for AMP; in float32 it is 1
     floor: float  # to which it may be lowered, while gradients are not finite
-
-
-def _amp_region(
-    around: Region, dtype: str | None, level: str | None, white: Iterable[str], black: Iterable[str]
-) -> Region:
-    white, black = tuple(white), tuple(black)
-    policies = around.policies
-    if level is not None:
-        policies = debug.session.policies_for(level)
-    if white or black:
-        policies = policies.customized(white, black)
-    chosen = "float32" if level == "O0" else dtype or around.dtype
-    return replace(around, dtype=chosen, policies=policies)
 
 
 def _step_of(

@@ -89,7 +89,8 @@ def dry_run(
         undo.callback(_hear_anew, {guard: guard.heard() for guard in guards})
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
         for tensor in _trained(guards, [*reached, *in_modules]):
-            undo.callback(_set_gradient, tensor, tensor.grad, last_shared(tensor))
+            undo.callback(note_shared, tensor, last_shared(tensor))
+            undo.callback(setattr, tensor, "grad", tensor.grad)
         for tensor in {id(x): x for x in in_modules if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(_on_device, bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
@@ -124,8 +125,3 @@ def _on_device(write: Callable[..., object], *args: Any) -> None:
         write(*args)
     except cl.Error:
         write(*args)
-
-
-def _set_gradient(tensor: Tensor, grad: Tensor | None, shared: Tensor | None) -> None:
-    tensor.grad = grad
-    note_shared(tensor, shared)

@@ -141,7 +141,10 @@ class Trace:
             if left is None or right is None:
                 return Difference(left, right, float("nan"), number)
             if left.checksum != right.checksum:
-                error = _error(self.arrays.get(f"value{i}"), other.arrays.get(f"value{j}"))
+                first, second = self.arrays.get(f"value{i}"), other.arrays.get(f"value{j}")
+                error = float("nan")
+                if first is not None and second is not None and first.size == second.size:
+                    error = error_of(second, first).relative
                 if not error <= rtol or not rtol:
                     return Difference(left, right, error, number)
         return None
@@ -222,12 +225,6 @@ def _aligned(first: Sequence[TracedValue], second: Sequence[TracedValue]) -> Ite
         else:
             yield from ((k, None) for k in range(i, i_end))
             yield from ((None, k) for k in range(j, j_end))
-
-
-def _error(first: Array | None, second: Array | None) -> float:
-    if first is None or second is None or first.size != second.size:
-        return float("nan")
-    return error_of(second, first).relative
 
 
 class Tracer(Watcher):
