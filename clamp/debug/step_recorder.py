@@ -209,9 +209,8 @@ class OverflowRecorder(Observer):
             return
         held = sum({id(op.gave.buffer): bridge.nbytes(op.gave) for op in step.ops[:first]}.values())
         if held > _SHARE * step.ops[0].gave.queue.device.global_mem_size:
-            step.gone = [ref for ref in step.gone if ref() is not None] + [
-                weakref.ref(x.gave) for x in step.ops[:first]
-            ]
+            step.gone = [ref for ref in step.gone if ref() is not None]
+            step.gone += [weakref.ref(op.gave) for op in step.ops[:first]]
             step.ops, step.is_cut = step.ops[first:], True
             step.passes = [one._replace(ops=one.ops - first) for one in step.passes if one.ops > first]
 
@@ -229,13 +228,13 @@ class OverflowRecorder(Observer):
         with casting_in(None), unrecorded():
             for one in self._step.passes if backward else ():
                 trace.scaler = one.scaler
-                _run_again(one, list(zip(ops[: one.ops], frames, strict=False)), trace)
+                _run_again(one, frames[: one.ops], trace)
         trace.measure()
         trace.name()
         return trace
 
 
-def _run_again(one: _Pass, forward: Sequence[tuple[_Op, Frame]], trace: StepGraph) -> None:
+def _run_again(one: _Pass, forward: Sequence[Frame], trace: StepGraph) -> None:
     """Runs a backward once more; what it leaves behind is in the trace alone.
 
     Args:
@@ -244,20 +243,20 @@ def _run_again(one: _Pass, forward: Sequence[tuple[_Op, Frame]], trace: StepGrap
     """
     ones = np.ones(one.loss.shape, np.float32)
     grads = {id(one.loss): Tensor.from_host(one.loss.queue, ones) if one.grad is None else one.grad}
-    for op, frame in reversed(forward):
-        grad = grads.get(id(op.gave))
-        if op.again is None or grad is None:
+    for frame in reversed(forward):
+        grad = grads.get(id(frame.outputs[0].tensor))
+        if frame.again is None or grad is None:
             continue
-        found = [elementwise("mul", "float32", grad, trace.scale)] if op.op == SCALE_OP else op.again(grad)
-        trace.backward(frame, grad, found, op.again)
-        for parent, given in zip(op.wanted, found, strict=True):
-            earlier = grads.get(id(parent))
+        found = [elementwise("mul", "float32", grad, trace.scale)] if frame.op == SCALE_OP else frame.again(grad)
+        trace.backward(frame, grad, found, frame.again)
+        for parent, given in zip(frame.parents, found, strict=True):
+            earlier = grads.get(id(parent.tensor))
             if given is not None and earlier is not None:
                 both = elementwise("add", bridge.canonical_dtype(earlier.dtype), earlier, given)
                 trace.added(both, earlier, given)
-                grads[id(parent)] = both
+                grads[id(parent.tensor)] = both
             elif given is not None:
-                grads[id(parent)] = given
+                grads[id(parent.tensor)] = given
 
 
 # ---------------------------------------------------------------------------------------------- a dry run

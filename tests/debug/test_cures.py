@@ -120,11 +120,11 @@ def test_a_graphs_static_scale(queue: cl.CommandQueue) -> None:
     assert (found.kind, found.cure) == ("scale", "graph.set_grad_scaler(amp.GradScaler())")
 
 
-def loop(training: Training, scaler: Any) -> Callable[[], None]:
+def loop(training: Training | Small, scaler: Any) -> Callable[[], None]:
     def step() -> None:
         training.optimizer.zero_grad()
         with amp.autocast():
-            loss = training.loss(*training.data)
+            loss = training.loss()
         scaler.scale(loss).backward()
         scaler.step(training.optimizer)
         scaler.update()
@@ -146,7 +146,7 @@ def test_netcls_scaler_comes_down(queue: cl.CommandQueue) -> None:
 
     def step() -> None:
         training.optimizer.zero_grad()
-        scaler.scale_loss(training.loss(*training.data)).backward()
+        scaler.scale_loss(training.loss()).backward()
         scaler.step(training.optimizer, training.model.parameters())
 
     handle = amp.init()
@@ -156,17 +156,7 @@ def test_netcls_scaler_comes_down(queue: cl.CommandQueue) -> None:
 
 
 def test_a_loop_without_a_handle_is_told_of_a_region(queue: cl.CommandQueue) -> None:
-    training, scaler = Small(queue, beyond_float16), amp.GradScaler(init_scale=1.0)
-
-    def step() -> None:
-        training.optimizer.zero_grad()
-        with amp.autocast():
-            loss = training.loss()
-        scaler.scale(loss).backward()
-        scaler.step(training.optimizer)
-        scaler.update()
-
-    cure = amp.debugging.explain(step).cure
+    cure = amp.debugging.explain(loop(Small(queue, beyond_float16), amp.GradScaler(init_scale=1.0))).cure
     assert cure.startswith('with amp.autocast(dtype="float32"):')
 
 
@@ -176,7 +166,7 @@ def test_a_loss_that_was_not_scaled(queue: cl.CommandQueue) -> None:
 
     def step() -> None:
         training.optimizer.zero_grad()
-        ag.mul(training.loss(*training.data), TOO_HIGH).backward()
+        ag.mul(training.loss(), TOO_HIGH).backward()
         training.optimizer.step()
 
     with pytest.warns(UserWarning, match="not scaled"):

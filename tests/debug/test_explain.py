@@ -190,7 +190,7 @@ def test_another_thread_has_steps_of_its_own(queue: cl.CommandQueue, debug: str 
 
     def step_beside() -> None:
         training.optimizer.zero_grad()
-        loss = training.loss(*training.data)
+        loss = training.loss()
         beside()
         scaled_backward(handle, loss, training.optimizer)
         beside()
@@ -218,7 +218,7 @@ def test_two_optimizers_that_skip_are_told_the_same(queue: cl.CommandQueue) -> N
     params = training.model.parameters()
     first, second = SGD(params[:2], lr=1e-4), SGD(params[2:], lr=1e-4)
     handle = amp.init(debug="attribution", loss_scale=8.0)
-    scaled_backward(handle, training.loss(*training.data), [first, second])
+    scaled_backward(handle, training.loss(), [first, second])
     for optimizer in (first, second):
         optimizer.step()
         check(handle.explain(), "forward")
@@ -250,7 +250,7 @@ def test_an_explanation_of_an_earlier_step_is_not_shown_for_a_later_one(queue: c
 def test_a_metric_that_nobody_trains_on_is_not_blamed(queue: cl.CommandQueue) -> None:
     training = Training(queue, "none")
     handle = amp.init(debug="attribution", loss_scale=8.0)
-    loss = training.loss(*training.data)
+    loss = training.loss()
     ag.log(ag.mul(loss, 0.0))  # -inf
     scaled_backward(handle, loss, training.optimizer)
     param = training.model.parameters()[0]
@@ -332,7 +332,7 @@ def test_earlier_passes_are_held_as_far_as_memory_goes(
     training, sound = Training(queue, "forward"), Training(queue, "none")
     handle = amp.init(debug="attribution", loss_scale=8.0)
     for one in (training, sound):
-        scaled_backward(handle, one.loss(*one.data), [training.optimizer, sound.optimizer])
+        scaled_backward(handle, one.loss(), [training.optimizer, sound.optimizer])
     training.optimizer.step()
     assert handle.explain().kind == kind
 
@@ -394,7 +394,7 @@ def test_a_backward_is_explained_from_the_gradient_that_it_began_with(
 
     def step(grad: Tensor) -> None:
         training.optimizer.zero_grad()
-        with handle.scale_loss(training.loss(*training.data), training.optimizer) as scaled_loss:
+        with handle.scale_loss(training.loss(), training.optimizer) as scaled_loss:
             scaled_loss.backward(grad)
         training.optimizer.step()
 
@@ -418,7 +418,7 @@ def test_a_loss_that_is_nan_over_finite_gradients_is_told(queue: cl.CommandQueue
     handle = amp.init(debug="attribution", loss_scale=8.0)
 
     def step(shift: float) -> None:
-        loss = training.loss(*training.data)
+        loss = training.loss()
         loss = ag.add(loss, ag.log(ag.add(ag.mul(loss, 0.0), shift)))  # its gradient at -1 is finite
         optimize(handle, training.optimizer, loss)
 
