@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -162,8 +162,22 @@ def compare_step(
     policies = policies.customized(custom_white_list, custom_black_list)
     chosen = "float32" if level == "O0" else dtype or around.dtype
     amp = replace(around, enabled=True, dtype=chosen, policies=policies)
-    run = _step_of(step, batch, loss, amp, loss_scale)
-    (in_float32, right_loss), (under_amp, amp_loss) = _both_runs(run, amp, tolerance)
+    run = _step_of(step, batch, loss, loss_scale)
+    scale = floor = 1.0 if loss_scale is None else loss_scale
+    if loss_scale is None and isinstance(step, bridge.Module) and amp.dtype == "float16":
+        handle = debug.session.active_handle()
+        scale = _HIGHEST if handle is None else handle.loss_scale
+    in_float32 = Float32Side()
+    with changed_regions(lambda region: region.in_float32 if region.enabled else region):
+        right_loss = _run(run, 1.0, amp, in_float32)
+    if not in_float32.values:
+        raise NothingSeenError
+    while True:
+        under_amp = AmpSide(in_float32.values, amp.dtype, scale, tolerance)
+        amp_loss = _run(run, scale, amp, under_amp)
+        if scale <= floor or not under_amp.overflowed_in_backward:
+            break
+        scale = max(floor, scale / _LOWER)
     values = sorted(under_amp.named(), key=partial(_rank, tolerance=tolerance))
     missing = [f"{_words(key, in_float32.ops.paths())}, in float32 only" for key in under_amp.missing]
     extra = [f"{_words(key, under_amp.ops.paths())}, under AMP only" for key in under_amp.unpaired]
@@ -173,24 +187,17 @@ def compare_step(
 # ---------------------------------------------------------------------------------------------- the step
 
 
-class _ScaledStep(NamedTuple):
-    """A step to be run."""
-
-    run: Callable[[float], Any]  # with a loss scale; returns the loss
-    scale: float  # that for AMP; in float32 it is 1
-    floor: float  # to which it may be lowered, while gradients are not finite
-
-
 def _step_of(
-    step: Any, batch: Sequence[Any], loss: Callable[..., Any] | None, amp: Region, scale: float | None
-) -> _ScaledStep:
+    step: Any, batch: Sequence[Any], loss: Callable[..., Any] | None, scale: float | None
+) -> Callable[[float], Any]:
+    """Returns what runs the step with a loss scale, and returns the loss."""
     if not isinstance(step, bridge.Module):
         if not callable(step) or len(batch) or loss is not None or scale is not None:
             raise TypeError(
                 "compare_accuracy takes a netcl model with a batch and a loss, or a function without arguments that "
                 f"does forward and backward, alone; got {type(step).__name__}"
             )
-        return _ScaledStep(lambda scale: step(), 1.0, 1.0)
+        return lambda scale: step()
     if not len(batch):
         raise TypeError(f"compare_accuracy needs a batch for a model: compare_accuracy({type(step).__name__}(...), "
                         "(x, y), loss=F.cross_entropy)")  # fmt: skip
@@ -204,12 +211,7 @@ def _step_of(
         found.backward(cast(seed, bridge.canonical_dtype(value.dtype)))
         return found
 
-    if scale is not None:
-        return _ScaledStep(forward_and_backward, scale, scale)
-    if amp.dtype != "float16":
-        return _ScaledStep(forward_and_backward, 1.0, 1.0)
-    handle = debug.session.active_handle()
-    return _ScaledStep(forward_and_backward, _HIGHEST if handle is None else handle.loss_scale, 1.0)
+    return forward_and_backward
 
 
 def _input(x: Any, queue: Any) -> Any:
@@ -223,31 +225,10 @@ def _input(x: Any, queue: Any) -> Any:
     return Node(value=x) if x.dtype in bridge.STORAGE else x
 
 
-# ---------------------------------------------------------------------------------------------- both runs
-
-
-def _both_runs(
-    step: _ScaledStep, amp: Region, tolerance: float
-) -> tuple[tuple[Float32Side, float], tuple[AmpSide, float]]:
-    """Returns what was seen of the step in float32 and under AMP, each with the loss."""
-    right = Float32Side()
-    with changed_regions(lambda region: region.in_float32 if region.enabled else region):
-        right_loss = _run(step, 1.0, amp, right)
-    if not right.values:
-        raise NothingSeenError
-    scale = step.scale
-    while True:
-        wrong = AmpSide(right.values, amp.dtype, scale, tolerance)
-        loss = _run(step, scale, amp, wrong)
-        if scale <= step.floor or not wrong.overflowed_in_backward:
-            return (right, right_loss), (wrong, loss)
-        scale = max(step.floor, scale / _LOWER)
-
-
-def _run(step: _ScaledStep, scale: float, region: Region, observer: Observer) -> float:
-    with dry_run(step.run), in_own_region(region):
+def _run(step: Callable[[float], Any], scale: float, region: Region, observer: Observer) -> float:
+    with dry_run(step), in_own_region(region):
         with RESULTS.attached(observer):
-            loss = step.run(scale)
+            loss = step(scale)
         loss = loss if isinstance(loss, float) else getattr(loss, "value", None)
         if isinstance(loss, Tensor) and loss.size == 1:
             return float(loss.to_host().reshape(-1)[0])

@@ -20,7 +20,7 @@ from clamp.casting.regions import InitCall, casting_in, init_call
 from clamp.debug.callsite import INSERTED
 from clamp.debug.float32_reference import is_finite_in_float32, largest_in_float32, rounded_to_zero
 from clamp.debug.ranges import FLOAT16
-from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, Origin, StepGraph, Value, are_finite
+from clamp.debug.step_graph import BACKWARD, FORWARD, Frame, StepGraph, Value, are_finite
 from clamp.debug.words import bad_counts
 from clamp.opencl.host_steps import unrecorded
 from clamp.ops.cast import cast
@@ -41,15 +41,15 @@ class Cause(NamedTuple):
     cure: str
 
 
-def cause_of(origin: Origin, trace: StepGraph) -> Cause:
-    """The cause, from what first was not finite.
+def cause_of(frame: Frame, leaf: Value | None, trace: StepGraph) -> Cause:
+    """The cause, from what first was not finite (`find_origin`).
 
     Args:
         trace: whose tensors are held: a backward may be computed again, at other loss scales.
     """
-    if origin.leaf is not None:
-        return _of_leaf(origin.leaf)
-    return (_of_backward if origin.frame.direction == BACKWARD else _of_forward)(origin.frame, trace)
+    if leaf is not None:
+        return _of_leaf(leaf)
+    return (_of_backward if frame.direction == BACKWARD else _of_forward)(frame, trace)
 
 
 def _of_leaf(leaf: Value) -> Cause:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyopencl as cl
 
@@ -34,6 +34,8 @@ from clamp.scaling.step_report import warn_user
 
 #: Paddle's names of dtypes
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+_GRADIENT = "@GRAD"  # behind the name of a tensor that is one
 
 Write = Callable[[str, str], None]
 
@@ -202,25 +204,26 @@ class Checker(Observer):
         self._unmet = set(self._sampling.modules)  # patterns that no module has had
         self._paths = bridge.ModulePaths()
 
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Checked | None:
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> tuple[str, Place] | None:
         if not (self.on and self._thread in (None, threading.get_ident()) and self._looks()):
             return None
         op, place = getattr(made, "op_name", None) or "op", here()
         if not self._takes(op, place):
             return None
-        checked = Checked(place.name_of(op), place)
-        self._check(checked, [made.value])
-        return checked
+        name = place.name_of(op)
+        self._check(name, place, [made.value])
+        return name, place
 
     def gradients(
-        self, token: Checked, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
+        self, token: tuple[str, Place], grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
     ) -> None:
+        name, place = token
         if self.on:
-            self._check(Checked(f"{token.name}_grad", token.place, True), [x for x in grads if x is not None])
+            self._check(f"{name}_grad", place, [x for x in grads if x is not None], _GRADIENT)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         if self.on and self._looks() and self._takes(SUM, NOWHERE):
-            self._check(Checked(SUM, NOWHERE, True), [made])
+            self._check(SUM, NOWHERE, [made], _GRADIENT)
 
     def stepped(self, report: Any) -> None:
         self.end_step()
@@ -236,35 +239,35 @@ class Checker(Observer):
 
     def check_given(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Checks what no op has made."""
-        self._check(Checked(name, here()), tensors)
+        self._check(name, here(), tensors)
 
-    def _check(self, checked: Checked, made: Sequence[Any]) -> None:
+    def _check(self, name: str, place: Place, made: Sequence[Any], suffix: str = "") -> None:
         tensors = [x for x in made if bridge.is_floating(x) and x.size]
         if any(isinstance(x, Tensor) and not bridge.on_device(x) for x in made):
             note_numpy_backend()
         if tensors:
             kinds = [(x.queue.device, bridge.canonical_dtype(x.dtype), tuple(x.shape)) for x in tensors]
             # Launched among the others, and so in replays, too; read at once, before something writes to it.
-            host_step(partial(self._tell, checked, kinds, PendingNumerics(tensors)))
+            host_step(partial(self._tell, name, place, suffix, kinds, PendingNumerics(tensors)))
 
     def _tell(
-        self, checked: Checked, kinds: Sequence[tuple[cl.Device, str, tuple[int, ...]]], pending: PendingNumerics
-    ) -> None:
+        self, name: str, place: Place, suffix: str, kinds: Sequence[tuple[cl.Device, str, tuple[int, ...]]],
+        pending: PendingNumerics,
+    ) -> None:  # fmt: skip
         if not (self.on and self._looks()):
             return
         for (device, dtype, shape), found in zip(kinds, pending.read(), strict=True):
             if not self._mode.wants(dtype, found):
                 continue
-            paths = self._paths.of(checked.place.modules[0]) if checked.place.modules else ("",)
-            name = "+".join(paths) + ("@GRAD" if checked.is_gradient else "")
+            paths = self._paths.of(place.modules[0]) if place.modules else ("",)
             label = device_name(device)
-            self._write(label, line_of(label, checked.name, name, dtype, found, checked.place.short_line))
-            if self._with_source and not found.is_finite and checked.place.source:
-                self._write(label, f"    {checked.place.short_line}: {checked.place.source}")
+            self._write(label, line_of(label, name, "+".join(paths) + suffix, dtype, found, place.short_line))
+            if self._with_source and not found.is_finite and place.source:
+                self._write(label, f"    {place.short_line}: {place.source}")
             if self._mode.aborts(found):
-                where = (f" in {', '.join(paths)}" if any(paths) else "") + checked.place.layer_kind
-                at = f",{checked.place.at}: {checked.place.source}" if checked.place.source else ""
-                raise FloatingPointError(f"{checked.name}{where} gave {counts_in_words(found, dtype, shape)}{at}")
+                where = (f" in {', '.join(paths)}" if any(paths) else "") + place.layer_kind
+                at = f",{place.at}: {place.source}" if place.source else ""
+                raise FloatingPointError(f"{name}{where} gave {counts_in_words(found, dtype, shape)}{at}")
 
     # ------------------------------------------------------------------------------------------ which ops
 
@@ -297,20 +300,6 @@ class Checker(Observer):
         known = sorted(filter(None, self._paths.known))
         near = "".join(_near(pattern, known) for pattern in unmet)
         warn_user(f"no op of step {self._step} was in a module of the path {' or '.join(map(repr, unmet))}{near}")
-
-
-class Checked(NamedTuple):
-    """An op that is checked, forward or backward.
-
-    Attributes:
-        name: of it, ``"matmul_op"``, or ``"matmul_op_grad"``.
-        place: where its forward is called.
-        is_gradient: whether it is its backward.
-    """
-
-    name: str
-    place: Place
-    is_gradient: bool = False
 
 
 def counts_in_words(found: Numerics, dtype: str, shape: Sequence[int]) -> str:

@@ -74,13 +74,13 @@ def explain(
     """
     if not trace.frames:
         return not_seen(report)
-    origin = find_origin(trace)
-    if origin is not None and not (origin.leaf is not None and origin.leaf.is_cut_off):
-        cause = cause_of(origin, trace)
+    origin, leaf = find_origin(trace)
+    if origin is not None and not (leaf is not None and leaf.is_cut_off):
+        cause = cause_of(origin, leaf, trace)
         grown = None if cause.kind == "input" else divergence(trace, past)
         if grown is not None:
             cause = grown._replace(why=f"{grown.why} {cause.why}")
-        return Explanation(report, *cause, origin.frame, origin.leaf, _before(trace, origin.frame))
+        return Explanation(report, *cause, origin, leaf, _before(trace, origin))
     if trace.is_cut:
         why = (
             "The ops of the last pass are finite; those of passes before it are gone: a replay writes where the one "
@@ -88,7 +88,7 @@ def explain(
         )
         if origin is not None:
             why = (
-                f"What {origin.frame.function} reads is not finite already, and the ops before it are gone: no more is "
+                f"What {origin.function} reads is not finite already, and the ops before it are gone: no more is "
                 "held than a quarter of the memory."
             )
         return Explanation(report, "unseen", why, "handle.explain(step)  # of the pass that went wrong")

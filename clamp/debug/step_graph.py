@@ -241,25 +241,14 @@ def distinct(values: Iterable[Value]) -> list[Value]:
 # ---------------------------------------------------------------------------------------------- origins
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The first value that was not finite, and mattered.
+def find_origin(trace: StepGraph) -> tuple[Frame | None, Value | None]:
+    """The earliest op from which inf or nan has come to a gradient of what is trained, or to the loss; None if all is
+    finite. With it, what was not finite before any op, a parameter or an input that it read; None if the op made it.
 
-    Attributes:
-        frame: the op that gave it, or that first read it.
-        leaf: what was not finite before any op: a parameter, an input; None if the op made it.
+    What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault.
     """
-
-    frame: Frame
-    leaf: Value | None = None
-
-
-def find_origin(trace: StepGraph) -> Origin | None:
-    """The earliest op from which inf or nan has come to a gradient of what is trained, or to the loss.
-
-    What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault. None if all is finite.
-    """
-    origin, blamed = None, {id(frame) for frame in _ends(trace)}
+    origin: tuple[Frame | None, Value | None] = None, None
+    blamed = {id(frame) for frame in _ends(trace)}
     for frame in reversed(trace.frames):  # each comes after those that have made what it read
         if id(frame) not in blamed:
             continue
@@ -271,7 +260,7 @@ def find_origin(trace: StepGraph) -> Origin | None:
         blamed.update(map(id, makers))
         leaf = next((value for value in bad if value.made_by is None), None)
         if leaf is not None or not makers:
-            origin = Origin(frame, leaf)
+            origin = frame, leaf
     return origin
 
 
