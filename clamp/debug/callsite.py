@@ -25,7 +25,7 @@ from clamp.bridge.netcl_functions import is_redirecting
 from clamp.casting.arguments import mapped
 from clamp.casting.module_rules import ModuleRule
 from clamp.casting.policy_table import default_table
-from clamp.casting.regions import Region, current_region
+from clamp.casting.regions import Region, casting_in, current_region
 from clamp.functions.activations import LAST_SEED
 from clamp.patching.wrap import netcl_wrapper, owned_wrapper, user_wrapper
 
@@ -200,25 +200,22 @@ def _find_kind(code: CodeType) -> str:
 _SEED = 2  # where dropout takes its seed
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a function, which can be made again.
+#: Makes the call of a function again, in float32 and behind its wrapper, with what it is given makes of its tensors.
+Call = Callable[[Callable[[TensorLike], TensorLike]], Any]
 
-    Attributes:
-        run: calls it, behind its wrapper.
-        args, kwargs: what it has got.
-        region: the one around it, in float32.
-    """
 
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    region: Region
+def _again(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: Region,
+    copy: Callable[[TensorLike], TensorLike],
+) -> Any:  # fmt: skip
+    with bridge.on_tape(None), casting_in(region):
+        return run(mapped(args, copy), mapped(kwargs, copy))
 
-    def copied(self, copy: Callable[[TensorLike], TensorLike]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``args`` and ``kwargs`` with copies of their tensors: what ``run`` is given inside of
-        ``casting_in(call.region)``."""
-        return mapped(self.args, copy), mapped(self.kwargs, copy)
+
+def is_made_again() -> bool:
+    """Returns whether the op that is being computed is one of a `Call`, and not of a function inside of that."""
+    frame = call_here()
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code is _again.__code__
 
 
 def call_of(names: Mapping[str, Any] | None) -> Call | None:
@@ -239,7 +236,7 @@ def call_of(names: Mapping[str, Any] | None) -> Call | None:
     if entry is not None and entry.function == "dropout" and args[_SEED] is None:
         args = (*args[:_SEED], LAST_SEED.value, *args[_SEED + 1 :])
     region = current_region() or Region(True, "float32", default_table())
-    return Call(partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
+    return partial(_again, partial(wrapper, names["wrapped"], names["instance"]), args, kwargs, region.in_float32)
 
 
 # ---------------------------------------------------------------------------------------------- another run's ops

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
@@ -22,7 +21,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import called_in, casting_in
 from clamp.casting.results import forward_again, untold
-from clamp.debug.callsite import INSERTED, Call, call_here, call_of
+from clamp.debug.callsite import INSERTED, Call, call_here, call_of, is_made_again
 from clamp.debug.ranges import FLOAT16, FORMATS
 from clamp.debug.step_graph import BACKWARD, BEFORE, Frame, Value, are_finite
 from clamp.interrupts import holding
@@ -49,18 +48,14 @@ class Float32Reference:
 
     def __init__(self) -> None:
         self._open: list[tuple[FrameType, Iterator[Reference]]] = []  # calls that have not ended, innermost last
-        self._calling: FrameType | None = None
+        self._is_calling = False
         self._found: list[TensorLike] = []
 
     def takes(self, made: TensorLike) -> bool:
         """Returns whether a result is that of a counterpart being computed: of nobody's interest."""
-        if self._calling is None:
-            return False
-        frame = call_here()
-        is_its_own = frame is not None and frame.f_back is self._calling
-        if is_its_own and getattr(made, "op_name", None) not in INSERTED:
+        if self._is_calling and is_made_again() and getattr(made, "op_name", None) not in INSERTED:
             self._found.append(made)
-        return True
+        return self._is_calling
 
     def of_result(self) -> Reference | None:
         """The counterpart of what has been made just now; None if the function cannot be called again."""
@@ -87,18 +82,19 @@ class Float32Reference:
         where there is no counterpart, or it has no graph."""
         found: list[Tensor | None] = []
         if isinstance(made, Node) and made.grad_fn is not None:
-            with holding(self, "_calling", sys._getframe()):
+            with holding(self, "_is_calling", True):
                 found = list(called_in(None, made.grad_fn, cast(grad, "float32")))
         return found if len(found) == count else [None] * count
 
     def _compute(self, call: Call, copy: Callable[[TensorLike], TensorLike]) -> list[TensorLike]:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
         self._found = []
-        with holding(self, "_calling", sys._getframe()), suppress(Exception):  # a user's kernels may read 16 bits only
-            with bridge.on_tape(None), forward_again(), casting_in(call.region):
-                call.run(*call.copied(copy))
-            return self._found
-        return []
+        try:
+            with holding(self, "_is_calling", True), forward_again():
+                call(copy)
+        except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
+            return []
+        return self._found
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -222,8 +218,8 @@ def _run(call: Call, wide: Mapping[int, Tensor]) -> list[TensorLike] | None:
         return copy_of(Node(value=other, requires_grad=True) if isinstance(x, Node) else other)
 
     try:
-        with unrecorded(), untold(), bridge.on_tape(None), casting_in(call.region):
-            return _tensors(call.run(*call.copied(copy)))
+        with unrecorded(), untold():
+            return _tensors(call(copy))
     except Exception:  # a function that takes more than tensors, a user's kernel that reads 16 bits only
         return None
 
