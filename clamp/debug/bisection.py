@@ -120,16 +120,30 @@ def bisect(
     if by not in ("function", "module"):
         raise ValueError(f'by must be "function" or "module", got {by!r}')
     regions: type[FunctionRegions] | type[LayerRegions] = FunctionRegions if by == "function" else LayerRegions
-    training, seen = _Training(step_fn, metric), regions()
+    runs = 0
+
+    def run(regions: FunctionRegions | LayerRegions) -> bool | float:
+        nonlocal runs
+        runs += 1
+        with regions.opened(), undoing() as undo:
+            undo.callback(gc.collect)  # the model, and the optimizer, which takes a place of the handle's
+            undo.callback(_shut_down_other_than, debug.session.active_handle())
+            try:
+                with same_start(*bridge.in_reach(step_fn)):
+                    return _as_metric(step_fn(), metric)
+            except FloatingPointError:
+                return float("nan") if metric is None else False
+
+    seen = regions()
     debug.session.ensure_patched()
-    under_amp = training.run(seen)
+    under_amp = run(seen)
     names = seen.candidates()
     if not names:
         raise ValueError(
             "step_fn computed nothing in 16 bits: call amp.init() in it or before it, or compute in a region of "
             "amp.autocast()" + (", in layers" if by == "module" else "")
         )
-    in_float32 = training.run(regions(names))
+    in_float32 = run(regions(names))
 
     def holds(value: bool | float) -> bool:
         if isinstance(value, bool):
@@ -142,9 +156,9 @@ def bisect(
     elif holds(under_amp):
         verdict = HOLDS_UNDER_AMP
     else:
-        culprits = find_culprits(list(names), lambda these: holds(training.run(regions(these))))
+        culprits = find_culprits(list(names), lambda these: holds(run(regions(these))))
     rules = seen.rules(culprits) if isinstance(seen, LayerRegions) else {}
-    return Bisection(by, verdict, tuple(names[one] for one in culprits), tuple(names.values()), training.count, rules)
+    return Bisection(by, verdict, tuple(names[one] for one in culprits), tuple(names.values()), runs, rules)
 
 
 def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -165,28 +179,6 @@ def find_culprits(candidates: Sequence[T], holds: Callable[[Sequence[T]], bool])
         found.append(rest[fails])
         rest = rest[:fails]
     return found
-
-
-# ---------------------------------------------------------------------------------------------- runs
-
-
-class _Training:
-    """Runs of the training, each from the same start."""
-
-    def __init__(self, step_fn: Callable[[], Any], metric: Callable[[Any], Any] | None) -> None:
-        self._step_fn, self._metric = step_fn, metric
-        self.count = 0
-
-    def run(self, regions: FunctionRegions | LayerRegions) -> bool | float:
-        self.count += 1
-        with regions.opened(), undoing() as undo:
-            undo.callback(gc.collect)  # the model, and the optimizer, which takes a place of the handle's
-            undo.callback(_shut_down_other_than, debug.session.active_handle())
-            try:
-                with same_start(*bridge.in_reach(self._step_fn)):
-                    return _as_metric(self._step_fn(), self._metric)
-            except FloatingPointError:
-                return float("nan") if self._metric is None else False
 
 
 def _shut_down_other_than(handle: Any) -> None:
