@@ -392,8 +392,7 @@ def _most_grown(trace: StepGraph, largest: Mapping[int, float]) -> tuple[Value |
 
 def _trained(trace: StepGraph) -> list[tuple[Value, float]]:
     """What is trained, and the largest magnitude of each."""
-    leaves = [x for x in trace.values if x.made_by is None and x.tensor is not None and bridge.is_trained(x.tensor)]
-    return [(x, x.statistics.largest) for x in leaves if x.statistics is not None]
+    return [(value, value.largest) for value, tensor in trace.leaves if value.statistics and bridge.is_trained(tensor)]
 
 
 def _optimizer_of(weight: Value, optimizers: Sequence[object]) -> object | None:

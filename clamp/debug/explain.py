@@ -301,11 +301,8 @@ class Attribution:
         Args:
             call: what gives the explanation, for the message.
         """
-        latest = list(self._history())[-SKIPS_EXPLAINED - 1 :]
-        skipped = [not report.stepped for report in latest]
-        if self.is_armed or len(skipped) < SKIPS_EXPLAINED or not all(skipped[-SKIPS_EXPLAINED:]):
-            return
-        if len(skipped) > SKIPS_EXPLAINED and skipped[0]:  # this row has been looked at
+        in_a_row = list(itertools.takewhile(lambda report: not report.stepped, reversed(self._history())))
+        if self.is_armed or len(in_a_row) != SKIPS_EXPLAINED:  # a longer row has been looked at
             return
         try:
             found = self.explain(step)
@@ -342,8 +339,7 @@ def explain_step(step: Callable[[], Any], skipped: StepReport | None = None, pas
             raise NothingSeenError
         if trace.scaler is not None:
             trace.scale = scales.get(id(trace.scaler), trace.scaler.scale)
-        trained = (value.tensor for value in trace.values if value.made_by is None and value.tensor is not None)
-        left = [x.grad for x in trained if x.grad is not None and bridge.is_floating(x.grad)]
+        left = [x.grad for _, x in trace.leaves if x.grad is not None and bridge.is_floating(x.grad)]
         found = explain(trace, skipped, past or Past(), leaves_finite=are_finite(left))
         trace.release()
         return found

@@ -174,6 +174,11 @@ class StepGraph:
         """Every tensor of it once: parameters and inputs too."""
         return distinct(value for frame in self.frames for value in (*frame.inputs, *frame.outputs, *frame.parents))
 
+    @property
+    def leaves(self) -> list[tuple[Value, Tensor]]:
+        """Parameters and inputs, with their tensors, as long as they are held."""
+        return [(x, x.tensor) for x in self.values if x.made_by is None and x.tensor is not None]
+
     def measure(self, *, histogram: bool = False) -> None:
         """Finds the statistics of what can be measured, and has not been. Waits for the device."""
         held = [(x, x.tensor) for x in self.values if x.tensor is not None and x.statistics is None]
@@ -219,11 +224,11 @@ class StepGraph:
         for frame in self.frames:
             if frame.place.modules:
                 frame.module = names[id(frame.place.modules[0])]
-        leaves = [x for x in self.values if x.made_by is None and x.tensor is not None]
-        for value, name in zip(leaves, bridge.parameter_names([x.tensor for x in leaves if x.tensor]), strict=True):
+        found = bridge.parameter_names([tensor for _, tensor in self.leaves])
+        for (value, tensor), name in zip(self.leaves, found, strict=True):
             if not name.startswith("params["):
                 value.name = name
-            elif value.tensor is not None and bridge.is_trained(value.tensor):
+            elif bridge.is_trained(tensor):
                 value.name = "a trained tensor"
 
 
