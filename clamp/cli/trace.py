@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,8 @@ def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]
     if trace.device is None:
         print("no op of this script was seen: it computes nothing on an OpenCL device", file=sys.stderr)
         return 1, None
-    return 0, Trace(
-        trace.values, about={"dtype": dtype, "steps": steps, "driver": trace.device.driver_version.strip()},
-        device=trace.device,
-    )  # fmt: skip
+    about = {"dtype": dtype, "steps": steps, "driver": trace.device.driver_version.strip()}
+    return 0, replace(trace, about=about)
 
 
 class _FirstSteps(Tracer):

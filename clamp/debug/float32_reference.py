@@ -63,19 +63,17 @@ class Float32Reference:
         self._open = [(one, rest) for one, rest in self._open if _is_running(one)]
         if frame is None:
             return None
-        for one, rest in self._open:
-            if one is frame:
-                return next(rest, None)
-        call = call_of(frame.f_locals)
-        made = [] if call is None else self._compute(call, copy_of)
-        references = (Reference(one, call, number) for number, one in enumerate(made) if call is not None)
-        self._open.append((frame, references))
-        return next(references, None)
+        rest = next((rest for one, rest in self._open if one is frame), None)
+        if rest is None:
+            call = call_of(frame.f_locals)
+            rest = iter([] if call is None else self._compute(call, copy_of))
+            self._open.append((frame, rest))
+        return next(rest, None)
 
     def of_rounded(self, reference: Reference, dtype: str) -> TensorLike | None:
         """Returns a result's counterpart, had the function's float32 arguments as few digits as a dtype has."""
-        made = self._compute(reference.call, partial(copy_of, dtype=dtype))
-        return made[reference.number] if len(made) > reference.number else None
+        found = self._compute(reference.call, partial(copy_of, dtype=dtype))
+        return found[reference.number].made if len(found) > reference.number else None
 
     def gradients_of(self, made: TensorLike | None, grad: Tensor, count: int) -> list[Tensor | None]:
         """Returns what a counterpart gives for the gradient that its op was given, as many as its op; None for each
@@ -86,7 +84,7 @@ class Float32Reference:
                 found = list(called_in(None, made.grad_fn, cast(grad, "float32")))
         return found if len(found) == count else [None] * count
 
-    def _compute(self, call: Call, copy: Callable[[TensorLike], TensorLike]) -> list[TensorLike]:
+    def _compute(self, call: Call, copy: Callable[[TensorLike], TensorLike]) -> list[Reference]:
         """All that a call gives in float32, in its order; nothing if it cannot be made."""
         self._found = []
         try:
@@ -94,7 +92,7 @@ class Float32Reference:
                 call(copy)
         except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
             return []
-        return self._found
+        return [Reference(one, call, number) for number, one in enumerate(self._found)]
 
 
 def _is_running(frame: FrameType) -> bool:

@@ -255,10 +255,6 @@ class Tracer(Watcher):
             "smallest": found.smallest if found.largest else 0.0, "largest": found.largest,
         }))  # fmt: skip
 
-    def trace(self, **about: Any) -> Trace:
-        """All that was seen, with the names that layers have now.
-
-        Args:
-            about: see `Trace`.
-        """
-        return Trace(self.named(), self._arrays, about, self._device)
+    def trace(self) -> Trace:
+        """All that was seen, with the names that layers have now."""
+        return Trace(self.named(), self._arrays, device=self._device)
