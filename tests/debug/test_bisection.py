@@ -227,17 +227,22 @@ def test_floating_point_error_is_a_failure(queue: cl.CommandQueue) -> None:
     assert bisect(step_fn).functions == ("bmm",)
 
 
-def test_what_cannot_be_bisected(queue: cl.CommandQueue) -> None:
-    with pytest.raises(ValueError, match="by must be"):
-        bisect(lambda: 1.0, by="layer")
-    with pytest.raises(ValueError, match="computed nothing in 16 bits"):
-        bisect(lambda: 1.0)
-    with pytest.raises(ValueError, match="in layers"):
-        bisect(lambda: 1.0, by="module")
-    with pytest.raises(TypeError, match="a bool or a number, got NoneType"):
-        bisect(lambda: 1.0, lambda loss: None)
-    with pytest.raises(TypeError, match="a bool or a number, got list"):
-        bisect(lambda: [1, 2])
+@pytest.mark.parametrize(
+    ("step_fn", "options", "error", "message"),
+    [
+        (lambda: 1.0, {"by": "layer"}, ValueError, "by must be"),
+        (lambda: 1.0, {}, ValueError, "computed nothing in 16 bits"),
+        (lambda: 1.0, {"by": "module"}, ValueError, "in layers"),
+        (lambda: 1.0, {"metric": lambda loss: None}, TypeError, "a bool or a number, got NoneType"),
+        (lambda: [1, 2], {}, TypeError, "a bool or a number, got list"),
+        (lambda: None, {}, TypeError, "step_fn returned None"),
+        (lambda: None, {"metric": lambda loss: loss < 0.3}, TypeError, "step_fn returned None"),
+        (0.5, {}, TypeError, r"takes a function that trains for some steps, got 0\.5"),
+    ],
+)
+def test_what_cannot_be_bisected(step_fn: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        bisect(step_fn, **options)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 13])
@@ -271,12 +276,6 @@ def test_words() -> None:
     assert found.modules == ("layers.2", "head")
     assert "around the call of layers.2, head" in str(found)
     assert "2 of 3 layers, found in 5 runs" in repr(found)
-
-
-@pytest.mark.parametrize("metric", [None, lambda loss: loss < 0.3])
-def test_a_training_that_returns_nothing_is_refused(queue: cl.CommandQueue, metric: Any) -> None:
-    with pytest.raises(TypeError, match="step_fn returned None"):
-        amp.debugging.bisect(lambda: None, metric)
 
 
 def test_a_metric_of_something_else_than_the_result_is_fine(queue: cl.CommandQueue) -> None:
@@ -315,8 +314,3 @@ def test_an_interrupt_leaves_no_handle_of_the_training(queue: cl.CommandQueue) -
         if events.where is None:
             break
     assert number > 4
-
-
-def test_what_is_no_function_is_refused(queue: cl.CommandQueue) -> None:
-    with pytest.raises(TypeError, match=r"takes a function that trains for some steps, got 0\.5"):
-        amp.debugging.bisect(0.5)
