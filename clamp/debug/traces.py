@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,7 @@ class Tracer(Watcher):
     """
 
     def __init__(self, *, keeps_elements: bool = False) -> None:
-        super().__init__(TracedValue)
+        super().__init__()
         self._keeps_elements = keeps_elements
         self._arrays: dict[str, Array] = {}
         self._device: cl.Device | None = None
@@ -250,10 +251,11 @@ class Tracer(Watcher):
         if elements is not None:
             self._arrays[f"value{len(self.found)}"] = elements
         (found,) = statistics_of([tensor], histogram=False)
-        self.found.append((seen, part, {
-            "dtype": dtype, "shape": tuple(tensor.shape), "checksum": checksum, "infs": found.infs, "nans": found.nans,
-            "smallest": found.smallest if found.largest else 0.0, "largest": found.largest,
-        }))  # fmt: skip
+        smallest = found.smallest if found.largest else 0.0
+        self.found.append((seen, part, partial(
+            TracedValue, dtype=dtype, shape=tuple(tensor.shape), checksum=checksum, infs=found.infs, nans=found.nans,
+            smallest=smallest, largest=found.largest,
+        )))  # fmt: skip
 
     def trace(self) -> Trace:
         """All that was seen, with the names that layers have now."""

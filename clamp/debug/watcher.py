@@ -75,23 +75,19 @@ class Seen:
 class Watcher(Observer):
     """An observer of a step in the thread that made it, which looks at its values.
 
-    Args:
-        kind: what ``named`` returns of each value.
-
     Attributes:
         ops: names them.
-        found: the values that were looked at, in the order of the run: the op, which of its values, and what the kind
-            has besides an `OpValue`'s attributes, which need the names that layers have after the run.
+        found: the values that were looked at, in the order of the run: the op, which of its values, and what is known
+            of that but for an `OpValue`'s attributes, which need the names that layers have after the run.
     """
 
     needs_values = True
 
-    def __init__(self, kind: type[OpValue] = OpValue) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self.ops = OpNames()
         self._thread = threading.get_ident()
         self._times = Counter[tuple[OpName, int]]()
-        self.found: list[tuple[Seen, int, dict[str, Any]]] = []
+        self.found: list[tuple[Seen, int, partial[Any]]] = []
 
     def is_mine(self) -> bool:
         """Returns whether what is told of here belongs to the step.
@@ -142,12 +138,12 @@ class Watcher(Observer):
         trained = {id(x): x for seen, _, _ in self.found for x in seen.trained.values()}
         parameters = dict(zip(trained, bridge.parameter_names(list(trained.values())), strict=True))
 
-        def with_names(seen: Seen, part: int, about: dict[str, Any]) -> OpValue:
+        def with_names(seen: Seen, part: int, make: partial[Any]) -> Any:
             is_forward, op = part == RESULT and seen.op is not SUM, seen.op
             name = parameters.get(id(seen.trained.get(part)), "params[")
             what = f"gradient of {f'input {part}' if name.startswith('params[') else name}"
             what, direction = "result" if part == RESULT else what, "forward" if is_forward else "backward"
-            return self._kind(op.function, direction, what, paths.get(op.layer, ""), op.line, **about)
+            return make(op.function, direction, what, paths.get(op.layer, ""), op.line)
 
         return [with_names(*one) for one in self.found]
 
@@ -237,7 +233,7 @@ class AmpSide(Watcher):
     """
 
     def __init__(self, right: dict[Key, Array], dtype: str, scale: float, tolerance: float) -> None:
-        super().__init__(ValueAccuracy)
+        super().__init__()
         self.usual = FORMATS[dtype].roundoff / 4
         self.missing, self.unpaired = dict(right), list[Key]()
         self._dtype, self._scale, self._tolerance = dtype, scale, tolerance
@@ -291,7 +287,7 @@ class AmpSide(Watcher):
     @property
     def overflowed_in_backward(self) -> bool:
         """Returns whether all results were finite where they should be, and some gradients were not."""
-        bad = [part for _, part, about in self.found if about["total"] == inf]
+        bad = [part for _, part, one in self.found if one.keywords["total"] == inf]
         return bool(bad) and RESULT not in bad
 
     def _compare(
@@ -323,11 +319,11 @@ class AmpSide(Watcher):
         grown = max(0.0, of_all.relative - brought) if total is not None and isfinite(brought) else nan
         errors = own or Error(grown, grown)
         times = inf if errors.relative == inf else errors.relative / max(rounding, self.usual)
-        self.found.append((seen, part, {
-            "call": seen.op.call, "policy": seen.place.policy, "dtype": tensor.dtype, "shape": tuple(tensor.shape),
-            "times": times, "own": errors.relative, "largest_own": errors.largest, "rounding": rounding,
-            "total": of_all.relative, "largest_total": of_all.largest, "is_estimate": own is None, "brought": brought,
-        }))  # fmt: skip
+        self.found.append((seen, part, partial(
+            ValueAccuracy, call=seen.op.call, policy=seen.place.policy, dtype=tensor.dtype, shape=tuple(tensor.shape),
+            times=times, own=errors.relative, largest_own=errors.largest, rounding=rounding, total=of_all.relative,
+            largest_total=of_all.largest, is_estimate=own is None, brought=brought,
+        )))  # fmt: skip
 
     def _total(self, tensor: Any) -> float:
         return self._totals.get(id(tensor), (None, 0.0))[1]
