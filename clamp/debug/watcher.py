@@ -197,9 +197,6 @@ class ValueAccuracy(OpValue):
         return f"{self.direction} of {placed(self.function, self.module, self.line)}, {self.value}: {error}"
 
 
-_UNKNOWN = Error(nan, nan)
-
-
 class Float32Side(Watcher):
     """Keeps on the host what every op gave.
 
@@ -315,7 +312,7 @@ class AmpSide(Watcher):
         self, seen: Seen, part: int, tensor: Any, own: Error | None, rounding: float, total: Error | None,
         brought: float,
     ) -> None:  # fmt: skip
-        of_all = total or _UNKNOWN
+        of_all = total or Error(nan, nan)
         grown = max(0.0, of_all.relative - brought) if total is not None and isfinite(brought) else nan
         errors = own or Error(grown, grown)
         times = inf if errors.relative == inf else errors.relative / max(rounding, self.usual)
