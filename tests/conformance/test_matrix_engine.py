@@ -49,7 +49,7 @@ class _Emulated:
         self._unit, self._ran = unit, ran
         self._plan = _ATTENTION_PLAN if isinstance(unit, MatrixAttention) else _PLANS[unit.NAME]
         self.NAME, self.TAKES, self.IN_WORDS, self.pays = unit.NAME, unit.TAKES, unit.IN_WORDS, unit.pays
-        self.pack = getattr(unit, "pack", None)
+        self.pack = lambda b: b
 
     def fits(self, problem: Any) -> bool:
         return self._unit.fits(replace(problem, verified=frozenset({self.NAME})))

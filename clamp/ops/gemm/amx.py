@@ -26,7 +26,7 @@ from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 NAME = "amx"
 TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose matrix unit (AMX) computes right"
 IN_WORDS = "the processor's matrix unit"
-PACKS = ROUNDS = True
+ROUNDS = True
 
 _PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
 _SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in amx.clh
@@ -123,7 +123,7 @@ def run(a: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
 def bind(
     a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
-    """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+    """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     return Product(a, b, c, epilogue, unit_of(capabilities(c.queue), reads or a.tensor.dtype), copies)
 
 

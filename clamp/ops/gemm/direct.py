@@ -12,13 +12,12 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.plan import blocks_of, tile_of
-from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, unpacked
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "direct"
 TAKES = "operands of one storage type"
 IN_WORDS = "one launch that packs what it reads"
-PACKS, ROUNDS = False, True
-pack = unpacked
+ROUNDS = True
 
 _GEMM = Kernel("gemm_direct.cl", "gemm")
 _KC = 256  # steps packed at a time, as in packed.py: sums are the same, bit for bit
@@ -40,15 +39,10 @@ def pays(problem: Problem) -> bool:
     return problem.rows * problem.columns * problem.k <= _SMALL
 
 
-def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
-
-
 def bind(
     a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
-    """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+    """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     tile, swapped = tile_of(c.queue), b.rows == 1 < a.rows and epilogue.bias is None
     if swapped:  # a column is as wide as a tile otherwise
         a, b = b, a

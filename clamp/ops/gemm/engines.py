@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import pyopencl as cl
 
@@ -15,22 +15,18 @@ from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 from clamp.ops.verified import names_of_verified
 
 
-class GemmEngine(engine.Engine[Problem], Protocol):
-    """A way to compute a product."""
+class Packs(engine.Engine[Problem], Protocol):
+    """A way to compute a product whose op(B) takes another form before."""
 
     def pack(self, b: Matrix) -> Any:
-        """op(B) as `run` takes it: its panels, or B itself if it is read in place."""
+        """op(B) as `run` takes it: it pays to do that once for several products."""
 
     def run(self, a: Matrix, b: Any, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
 
 
-class Binds(GemmEngine, Protocol):
-    """An engine that takes both operands as they lie as well."""
-
-    @property
-    def PACKS(self) -> bool:
-        """Returns whether `pack` copies op(B) nevertheless, so that it pays to do that once for several products."""
+class Binds(engine.Engine[Problem], Protocol):
+    """A way to compute a product of operands as they lie."""
 
     @property
     def ROUNDS(self) -> bool:
@@ -39,14 +35,17 @@ class Binds(GemmEngine, Protocol):
     def bind(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
     ) -> Callable[..., None]:
-        """`run` for all operands that lie as these do, this thread's: called with the tensors a, b, c, bias, which is c
-        where there is none, and b's copy, likewise.
+        """All products of operands that lie as these do, this thread's: called with the tensors a, b, c, which is not
+        empty, bias, which is c where there is none, and b's copy, likewise.
 
         Args:
             reads: the 16-bit dtype that float32 operands are rounded to as they are read, where it ``ROUNDS``.
             copies: whether what b is rounded to is written to the copy.
         """
 
+
+#: some are both
+GemmEngine: TypeAlias = Packs | Binds
 
 #: the first that fits and pays runs
 ENGINES: tuple[GemmEngine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
@@ -58,8 +57,13 @@ MATRIX_UNITS = matrix_units.MATRIX_UNITS
 KERNELS = tuple(unit.kernel for unit in MATRIX_UNITS)
 
 
-def binds(engine: GemmEngine) -> TypeGuard[Binds]:
+def packs(engine: GemmEngine) -> TypeGuard[Packs]:
     """Returns whether it does. (To ask isinstance for a protocol takes as long as a launch.)"""
+    return hasattr(engine, "pack")
+
+
+def binds(engine: GemmEngine) -> TypeGuard[Binds]:
+    """Returns whether it does; it packs otherwise."""
     return hasattr(engine, "bind")
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import ClassVar
 
@@ -20,12 +19,11 @@ import pyopencl as cl
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
-from clamp.opencl.launches import Launch
 from clamp.opencl.program import Kernel
 from clamp.opencl.ptx import with_marked_instructions
 from clamp.ops.gemm import in_tiles, tuning
-from clamp.ops.gemm.in_tiles import Lines, TileRun
-from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
+from clamp.ops.gemm.in_tiles import Lines
+from clamp.ops.gemm.plan import Plan, best_plan, cut, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem, operand_a, operand_b
 from clamp.ops.verified import DeviceMatrix, Verified
 
@@ -46,25 +44,16 @@ class MatrixUnit(Verified):
     dtypes: tuple[str, ...] = DTYPES  # storage types of its operands
     options: tuple[tuple[str, int], ...] = ()  # macros of the kernel, for the kind of processor
     more: tuple[Plan, ...] = ()  # other plans, which `python -m clamp tune` tries and measures
-    PACKS: ClassVar[bool] = False
     ROUNDS: ClassVar[bool] = False
 
     def fits(self, problem: Problem) -> bool:
         """Returns whether the operands are of one 16-bit type, and the engine is verified on the device."""
         return self.NAME in problem.verified and problem.a_dtype == problem.b_dtype and problem.a_dtype in self.dtypes
 
-    def pack(self, b: Matrix) -> Matrix:
-        """op(B) as it is: it is read in place."""
-        return b
-
-    def run(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-        self.bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
-
     def bind(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
     ) -> Callable[..., None]:
-        """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+        """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
         plan = self.tuned_plan(a, b, c) or self.usual_plan(a, b, c)
         return self.bind_by(a, b, c, epilogue, plan, self.slices(plan, a, b, c))
 
@@ -111,7 +100,8 @@ class MatrixUnit(Verified):
     def compute(
         self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
     ) -> None:
-        """As `run`, by a given plan (see `bind_by`)."""
+        """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty, by a given plan (see
+        `bind_by`)."""
         product = self.bind_by(a, b, c, epilogue, plan, slices, emulate=emulate)
         product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
@@ -124,12 +114,12 @@ class MatrixUnit(Verified):
             slices: at most so many parts of k are summed by themselves, in float32, and then added in their order.
             emulate: 0 on GPUs with the instruction; 1 and 2 in plain C, as kernels/matrix_product.clh says.
         """
-        return in_tiles.bind(partial(self._launch, emulate), a, b, c, epilogue, plan, slices)
-
-    def _launch(self, emulate: int, tiles: TileRun) -> Launch:
+        slice_k, _ = cut(a.k, slices, plan.k)
+        # whether every tile lies inside of the matrices, at every step
+        is_full = a.k > 0 and a.rows % plan.rows == b.rows % plan.columns == a.k % slice_k == 0
+        macros = {"IN_T": a.storage, "FULL": int(is_full), "EMULATE": emulate, **dict(self.options)}
         kernel = self.kernel.in_plain_c if emulate else self.kernel
-        macros = {"IN_T": tiles.a.storage, "FULL": int(tiles.is_full), "EMULATE": emulate, **dict(self.options)}
-        return tiles.bind(kernel, **macros)
+        return in_tiles.bind(kernel, macros, a, b, c, epilogue, plan, slices)
 
 
 def layout_of(a: Matrix, b: Matrix) -> str:

@@ -115,6 +115,12 @@ def slices_of(tiles: int, k: int, units: int) -> int:
     return max(1, min(units // tiles, k // _LEAST_SLICE))
 
 
+def cut(k: int, slices: int, step: int) -> tuple[int, int]:
+    """Returns the steps of k in a slice, a multiple of ``step``, and how many slices there are: at most ``slices``."""
+    slice_k = max(-(-k // (slices * step)), 1) * step
+    return slice_k, max(-(-k // slice_k), 1)
+
+
 @dataclass(frozen=True)
 class Tile:
     """The part of C held in registers."""

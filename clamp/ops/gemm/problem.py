@@ -59,11 +59,6 @@ class Matrix:
         return Matrix(self.tensor, (), prod(self.batch) * self.rows, self.k, self.k, 1)
 
 
-def unpacked(b: Matrix) -> Matrix:
-    """The ``pack`` of engines that read op(B) in place."""
-    return b
-
-
 def operand_a(a: Tensor, transpose: bool) -> Matrix:
     """``a`` (…, M, K), or (…, K, M) if transposed, by rows of op(A)."""
     *batch, first, second = a.shape

@@ -17,7 +17,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.amx import expect
-from clamp.ops.gemm.engines import GemmEngine, binds, choose, problem_on
+from clamp.ops.gemm.engines import GemmEngine, binds, choose, packs, problem_on
 from clamp.ops.gemm.panels import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
 
@@ -107,24 +107,26 @@ def _product(
         left = left.as_one_matrix()
     epilogue = Epilogue(out_dtype, bias, relu)
     if isinstance(b, PackedB):
+        chosen = b.engine
         if a.dtype != b.problem.a_dtype:
-            choose(replace(b.problem, a_dtype=a.dtype), b.engine.NAME)
-        b.engine.run(left, b.matrix, c, epilogue)
-        return c
-    assert isinstance(right, Matrix)
-    chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
+            choose(replace(b.problem, a_dtype=a.dtype), chosen.NAME)
+    else:
+        assert isinstance(right, Matrix)
+        chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
     if reads is not None and not _rounds(chosen):
         raise ValueError(
             f"gemm: the engine {chosen.NAME} reads operands as they are stored: cast a and b to {reads} first"
         )
-    if key is not None and binds(chosen):
+    if binds(chosen) and isinstance(right, Matrix):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
-        _bound.keep(key, (c.shape, launch))
+        if key is not None:
+            _bound.keep(key, (c.shape, launch))
         launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
         if b_copy is not None:
             tell(right.tensor, b_copy)
     else:
-        chosen.run(left, chosen.pack(right), c, epilogue)
+        assert packs(chosen)
+        chosen.run(left, b.matrix if isinstance(b, PackedB) else chosen.pack(operand_b(b, transpose_b)), c, epilogue)
     return c
 
 
@@ -145,7 +147,7 @@ def pack_b(
     right = _matrix("pack_b", "b", b, transpose, operand_b)
     problem = _problem(right, a_dtype or b.dtype, rows, None)
     chosen = choose(problem, engine)
-    return PackedB(problem, chosen, chosen.pack(right))
+    return PackedB(problem, chosen, chosen.pack(right) if packs(chosen) else right)
 
 
 def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
@@ -157,8 +159,7 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
         right = _matrix("pack_b", "b", b, transpose_b, operand_b)
         problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]))
         chosen = choose(problem)
-        known = not binds(chosen) or chosen.PACKS
-        _are_packed.keep(key, known)
+        known = _are_packed.keep(key, packs(chosen))
     return known
 
 

@@ -6,20 +6,17 @@ from collections.abc import Callable
 
 from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.launches import Launch
 from clamp.opencl.program import Kernel
 from clamp.ops.engine import always
 from clamp.ops.gemm import in_tiles
-from clamp.ops.gemm.in_tiles import TileRun
 from clamp.ops.gemm.plan import SquarePlan, best_plan, slices_of, tiles_of
-from clamp.ops.gemm.problem import Epilogue, Matrix, unpacked
+from clamp.ops.gemm.problem import Epilogue, Matrix
 
 NAME = "tiled"
 TAKES = "every product"
 IN_WORDS = "tiles in local memory"
 fits = pays = always  # whatever no other engine takes is computed here
-PACKS = ROUNDS = False
-pack = unpacked
+ROUNDS = False
 
 GEMM = Kernel("gemm_tiled.cl", "gemm")
 _WAVE = 64  # work-items that a GPU runs in step; fewer in a work-group leave some of its lanes idle
@@ -31,20 +28,15 @@ PLANS = (
 )  # fmt: skip
 
 
-def run(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    bind(a, b, c, epilogue)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
-
-
 def bind(
     a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
-    """`run` for operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+    """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     device = capabilities(c.queue)
     matrices = c.size // (a.rows * b.rows)
     plan = best_plan(plans_of(device), a.rows, b.rows, matrices, device.compute_units)
     slices = slices_of(tiles_of(plan, a.rows, b.rows) * matrices, a.k, device.compute_units)
-    return in_tiles.bind(_launch, a, b, c, epilogue, plan, slices)
+    return _bind_by(a, b, c, epilogue, plan, slices)
 
 
 def plans_of(device: Capabilities) -> tuple[SquarePlan, ...]:
@@ -58,10 +50,11 @@ def _takes(device: Capabilities, plan: SquarePlan) -> bool:
 
 
 def compute(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: SquarePlan, slices: int = 1) -> None:
-    """As `run`, by a given plan; at most so many slices of k are summed by themselves."""
-    in_tiles.bind(_launch, a, b, c, epilogue, plan, slices)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
+    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty, by a given plan; at most so many
+    slices of k are summed by themselves."""
+    _bind_by(a, b, c, epilogue, plan, slices)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
 
-def _launch(tiles: TileRun) -> Launch:
-    unrolled = int(not capabilities(tiles.queue).is_cpu)
-    return tiles.bind(GEMM, A_T=tiles.a.storage, B_T=tiles.b.storage, UNROLLED=unrolled)
+def _bind_by(a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: SquarePlan, slices: int) -> Callable[..., None]:
+    macros = {"A_T": a.storage, "B_T": b.storage, "UNROLLED": int(not capabilities(c.queue).is_cpu)}
+    return in_tiles.bind(GEMM, macros, a, b, c, epilogue, plan, slices)
