@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyopencl as cl
@@ -57,11 +56,12 @@ class _Emulated:
     def run(self, *product: Any) -> None:
         self._compute(self._unit.compute, *product, self._plan)
 
-    def convolve(self, *problem: Any) -> None:
-        self._compute(self._unit.convolve, *problem, self._plan)
+    def convolve(self, problem: Any, x: Any, weights: Any, out: Any, epilogue: Any) -> None:
+        launch = self._compute(self._unit.bind, problem, x, weights, out, epilogue, self._plan)
+        launch(x, weights.tensor, out, epilogue.bias_or(out))
 
-    def weight_gradient(self, *problem: Any) -> None:
-        self._compute(self._unit.weight_gradient, *problem, self._plan)
+    def weight_gradient(self, problem: Any, x: Any, grad: Any, out: Any, _: str | None) -> None:
+        self._compute(self._unit.bind_weight_gradient, problem, x, grad, out, self._plan)(x, grad, out)
 
     def forward(self, *problem: Any) -> None:
         self._compute(self._unit.forward, *problem, self._plan)
@@ -69,9 +69,9 @@ class _Emulated:
     def backward(self, *problem: Any) -> None:
         self._compute(self._unit.backward, *problem, self._plan)
 
-    def _compute(self, compute: Any, *args: Any) -> None:
+    def _compute(self, compute: Any, *args: Any) -> Any:
         self._ran.append(args)
-        partial(compute, emulate=_LATE)(*args)
+        return compute(*args, emulate=_LATE)
 
 
 _ALL_CALLS = test_conformance._calls()

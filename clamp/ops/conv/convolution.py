@@ -10,14 +10,14 @@ transposed convolution, is such a product again; with a stride, one for each rem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from typing import cast
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
-from clamp.ops.conv.engines import binds, choose, problem_on
+from clamp.ops.conv.engines import Computes, binds, choose, problem_on
 from clamp.ops.conv.geometry import Pair, Window, pair
-from clamp.ops.conv.problem import Problem
 from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.reduce_to_shape import sum_channels
@@ -44,17 +44,7 @@ def conv2d(
         bias: (F,), read in its own storage type.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=False)
-    key = _key("", x, weights.tensor, None, window, out_dtype, bias, relu, engine)
-    if (bound := _bound.known.get(key)) is not None:
-        return _launched(bound, x, weights.tensor, out_dtype, bias)
-    features, channels, *extent = weights.tensor.shape
-    _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {weights.tensor.shape} do not fit")
-    image, size = pair(x.shape[2:]), window.output(pair(x.shape[2:]), pair(extent))
-    _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {tuple(image)}")
-    out = bridge.empty(x.queue, (x.shape[0], features, *size), out_dtype)
-    dtypes, shape = (x.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
-    problem = problem_on(x.queue, "", dtypes, out_dtype, x.shape[0], image, shape, window)
-    return _convolved(key, problem, x, weights, out, Epilogue(out_dtype, bias, relu), engine)
+    return _convolved("", x, weights, None, window, out_dtype, bias, relu, engine)
 
 
 def conv2d_input_grad(
@@ -70,16 +60,40 @@ def conv2d_input_grad(
         bias: (C,), added to the result: the bias of a transposed convolution.
     """
     weights = w if isinstance(w, Weights) else pack_weights(w, window.groups, transposed=True)
-    key = _key("input", grad, weights.tensor, pair(image), window, out_dtype, bias, False, engine)
+    return _convolved("input", grad, weights, pair(image), window, out_dtype, bias, False, engine)
+
+
+def _convolved(
+    gradient: str, x: Tensor, weights: Weights, image: Pair | None, window: Window, out_dtype: str,
+    bias: Tensor | None, relu: bool, engine: str | None,
+) -> Tensor:  # fmt: skip
+    """A convolution of x; or an ``image``'s gradient, from the output's gradient x."""
+    queue, w = x.queue, weights.tensor
+    key = _key(gradient, x, w, image, window, out_dtype, bias, relu, engine)
     if (bound := _bound.known.get(key)) is not None:
-        return _launched(bound, grad, weights.tensor, out_dtype, bias)
-    features, channels, *extent = weights.tensor.shape
-    fits = grad.shape[1] == features and pair(grad.shape[2:]) == window.output(image, pair(extent))
-    _require(fits, f"the gradient {grad.shape}, w {weights.tensor.shape} and image {image} do not fit with {window}")
-    out = bridge.empty(grad.queue, (grad.shape[0], channels * window.groups, *image), out_dtype)
-    dtypes, shape = (grad.dtype, weights.tensor.dtype), tuple(weights.tensor.shape)
-    problem = problem_on(grad.queue, "input", dtypes, out_dtype, grad.shape[0], pair(image), shape, window)
-    return _convolved(key, problem, grad, weights, out, Epilogue(out_dtype, bias), engine)
+        shape, run = bound
+        out = bridge.empty(queue, shape, out_dtype)
+        run(x, w, out, out if bias is None else bias)
+        return out
+    features, channels, *extent = w.shape
+    if image is None:
+        _require(x.shape[1] == channels * window.groups, f"x {x.shape} and w {w.shape} do not fit")
+        image = pair(x.shape[2:])
+        size = window.output(image, pair(extent))
+        _require(min(size) > 0, f"the kernel {tuple(extent)} is larger than the padded image {image}")
+        out = bridge.empty(queue, (x.shape[0], features, *size), out_dtype)
+    else:
+        fits = x.shape[1] == features and pair(x.shape[2:]) == window.output(image, pair(extent))
+        _require(fits, f"the gradient {x.shape}, w {w.shape} and image {image} do not fit with {window}")
+        out = bridge.empty(queue, (x.shape[0], channels * window.groups, *image), out_dtype)
+    problem = problem_on(queue, gradient, (x.dtype, w.dtype), out_dtype, x.shape[0], image, tuple(w.shape), window)
+    chosen, epilogue = choose(problem, engine), Epilogue(out_dtype, bias, relu)
+    if binds(chosen):
+        _, run = _bound.keep(key, (out.shape, chosen.bind(problem, x, weights, out, epilogue)))
+        run(x, w, out, epilogue.bias_or(out))
+    else:
+        cast(Computes, chosen).convolve(problem, x, weights, out, epilogue)
+    return out
 
 
 def conv2d_weight_grad(
@@ -124,7 +138,7 @@ def _parameter_grads(
     problem = problem_on(x.queue, "weights", dtypes, out_dtype, x.shape[0], image, out_shape, window)
     chosen = choose(problem, engine)
     if not binds(chosen):
-        return out, chosen.weight_gradient(problem, x, grad, out, bias_dtype)
+        return out, cast(Computes, chosen).weight_gradient(problem, x, grad, out, bias_dtype)
     _, run = _bound.keep(key, (out.shape, chosen.bind_weight_gradient(problem, x, grad, out)))
     run(x, grad, out)
     return out, None
@@ -137,28 +151,6 @@ def _key(
     """All that launches depend on besides the content of tensors."""
     tensors = x.context.int_ptr, tuple(x.shape), x.dtype, tuple(second.shape), second.dtype
     return (gradient, *tensors, extents, window, out_dtype, None if bias is None else bias.dtype, relu, engine)
-
-
-def _launched(
-    bound: tuple[tuple[int, ...], Callable[..., None]], x: Tensor, w: Tensor, out_dtype: str, bias: Tensor | None
-) -> Tensor:
-    shape, run = bound
-    out = bridge.empty(x.queue, shape, out_dtype)
-    run(x, w, out, out if bias is None else bias)
-    return out
-
-
-def _convolved(
-    key: tuple[Hashable, ...], problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue,
-    engine: str | None,
-) -> Tensor:  # fmt: skip
-    chosen = choose(problem, engine)
-    if binds(chosen):
-        _, run = _bound.keep(key, (out.shape, chosen.bind(problem, x, weights, out, epilogue)))
-        run(x, weights.tensor, out, epilogue.bias_or(out))
-    else:
-        chosen.convolve(problem, x, weights, out, epilogue)
-    return out
 
 
 def _require(condition: bool, message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard
 
 import pyopencl as cl
 
@@ -18,7 +18,7 @@ from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.verified import names_of_verified
 
 
-class ConvEngine(engine.Engine[Problem], Protocol):
+class Computes(engine.Engine[Problem], Protocol):
     """A way to compute convolutions."""
 
     def convolve(self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
@@ -32,20 +32,22 @@ class ConvEngine(engine.Engine[Problem], Protocol):
         if that is given and the engine sums it on the way."""
 
 
-class Binds(ConvEngine, Protocol):
-    """An engine whose launches are the same for all tensors like these."""
+class Binds(engine.Engine[Problem], Protocol):
+    """A way to compute convolutions whose launches are the same for all tensors like these."""
 
     def bind(
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """`convolve` for all tensors like these, this thread's: called with the source, the weights, the result, and
-        the bias, which is the result where there is none."""
+        """What `convolve` does, for all tensors like these, this thread's: called with the source, the weights, the
+        result, and the bias, which is the result where there is none."""
 
     def bind_weight_gradient(
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """`weight_gradient` without a bias for all tensors like these, likewise."""
+        """What `weight_gradient` does without a bias, likewise."""
 
+
+ConvEngine: TypeAlias = Computes | Binds
 
 #: the first that fits and pays runs
 ENGINES: tuple[ConvEngine, ...] = (amx, winograd, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
@@ -55,7 +57,7 @@ MATRIX_UNITS = matrix_units.MATRIX_UNITS
 
 
 def binds(engine: ConvEngine) -> TypeGuard[Binds]:
-    """Returns whether it does. (To ask isinstance for a protocol takes as long as a launch.)"""
+    """Returns whether it does; it computes otherwise. (To ask isinstance for a protocol takes as long as a launch.)"""
     return hasattr(engine, "bind")
 
 

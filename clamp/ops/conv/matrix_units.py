@@ -28,7 +28,7 @@ from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm import matrix_units as products
 from clamp.ops.gemm.in_tiles import bind_adding
 from clamp.ops.gemm.matrix_units import MatrixUnit
-from clamp.ops.gemm.plan import Plan, best_plan, slices_of, tiles_of
+from clamp.ops.gemm.plan import Plan, best_plan, cut, slices_of, tiles_of
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.verified import DeviceMatrix, Verified
 
@@ -49,16 +49,14 @@ class MatrixConv(Verified):
     weight_grad: Kernel  # conv, weight_grad: the kernels
 
     @classmethod
-    def by(
-        cls, unit: MatrixUnit, name: str, kernels: tuple[Kernel, Kernel], plans: tuple[Plan, ...] = ()
-    ) -> MatrixConv:
+    def by(cls, unit: MatrixUnit, name: str, plans: tuple[Plan, ...] = ()) -> MatrixConv:
         """The engine by the instruction of an engine of products.
 
         Args:
             name: of what is made, in this module.
-            kernels: for convolutions, and for gradients by the weights.
             plans: in place of those of products.
         """
+        file = unit.kernel.file.replace("gemm", "conv")
         return cls(
             NAME=unit.NAME,
             TAKES=unit.TAKES.replace("products", "convolutions"),
@@ -67,8 +65,8 @@ class MatrixConv(Verified):
             plans=plans or unit.plans,
             may_work=unit.may_work,
             unit=unit,
-            conv=kernels[0],
-            weight_grad=kernels[1],
+            conv=replace(unit.kernel, file=file, name="conv"),
+            weight_grad=replace(unit.kernel, file=file, name="weight_grad"),
         )
 
     def fits(self, problem: Problem) -> bool:
@@ -78,22 +76,6 @@ class MatrixConv(Verified):
         return (
             self.NAME in problem.verified and first == second and first in self.unit.dtypes and _is_countable(problem)
         )
-
-    def convolve(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None,
-        *, emulate: int = 0,
-    ) -> None:  # fmt: skip
-        """Writes a convolution or an input gradient over ``out``; ``plan`` and ``emulate`` as of `bind`."""
-        run = self.bind(problem, x, weights, out, epilogue, plan, emulate)
-        run(x, weights.tensor, out, epilogue.bias_or(out))
-
-    def weight_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None, plan: Plan | None = None,
-        *, emulate: int = 0,
-    ) -> Tensor | None:  # fmt: skip
-        """Writes the gradient by the weights over ``out``; ``plan`` and ``emulate`` as of `bind`."""
-        self.bind_weight_gradient(problem, x, grad, out, plan, emulate=emulate)(x, grad, out)
-        return None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -108,7 +90,7 @@ class MatrixConv(Verified):
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None,
         emulate: int = 0,
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
-        """`convolve` for tensors like these; see `clamp.ops.conv.engines.Binds`.
+        """Convolutions or input gradients of tensors like these; see `clamp.ops.conv.engines.Binds`.
 
         Args:
             plan: the best of those that are verified if none is given.
@@ -124,21 +106,20 @@ class MatrixConv(Verified):
         steps = weights.rows * groups * height * width, height * width, rows * width, columns
         is_empty = x.size == 0
         image = 0 if is_empty else weights.channels  # one without pixels is all padding: sums of nothing
+        kernel, macros = self._built(self.conv, x.dtype, plan, emulate)
         launches = []
         for number, shape in enumerate(shapes):
             positions, k = problem.images * shape.positions, image * shape.taps
             if positions * weights.rows * groups == 0:
                 continue
             group = weights.channels * shape.source[0] * shape.source[1]
-            launch = self._kernel(self.conv, emulate).bind(
+            launch = kernel.bind(
                 x.queue, (tiles_of(plan, weights.rows, positions) * groups * plan.threads,), (plan.threads,),
                 ..., ..., _taps(x.queue.context, shape, weights.channels, layout), ..., ...,
                 weights.rows, k, positions, layout.pitch, layout.group, group,
                 shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
                 groups * group, number // columns * width + number % columns, *steps, *epilogue.flags,
-                CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0),
-                IN_T=bridge.STORAGE[weights.tensor.dtype], FULL=0, EMULATE=emulate, **plan.macros, **epilogue.macros,
-                **dict(self.unit.options),
+                CONV=1, TABLE=int(layout.by_table), A_ALIGNED=int(k % 8 == 0), **macros, **epilogue.macros,
             )  # fmt: skip
             launches.append(launch)
 
@@ -153,8 +134,8 @@ class MatrixConv(Verified):
         self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan | None = None, slices: int = 1,
         emulate: int = 0,
     ) -> Callable[[Tensor, Tensor, Tensor], None]:  # fmt: skip
-        """`weight_gradient` for tensors like these, likewise; with a plan in so many slices, whose sums are added in
-        their order."""
+        """Gradients by the weights of tensors like these, likewise; with a plan in so many slices, whose sums are added
+        in their order."""
         shape, groups = problem.forward, problem.window.groups
         positions, columns = problem.images * shape.positions, problem.channels * shape.taps
         if plan is None:
@@ -162,18 +143,17 @@ class MatrixConv(Verified):
             plan = best_plan(self.verified_plans(x.queue), problem.features, columns, groups, units)
             tiles = tiles_of(plan, problem.features, columns) * groups
             slices = slices_of(tiles, positions, units * max(_SHARING // plan.threads, 1))
-        each = max(-(-positions // (slices * plan.k)), 1) * plan.k
-        slices = max(-(-positions // each), 1)
+        each, slices = cut(positions, slices, plan.k)
         sums_dtype = out.dtype if slices == 1 else "float32"
         group = problem.channels * shape.source[0] * shape.source[1]
-        launch = self._kernel(self.weight_grad, emulate).bind(
+        kernel, macros = self._built(self.weight_grad, x.dtype, plan, emulate)
+        launch = kernel.bind(
             x.queue, (tiles_of(plan, problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
             ..., ..., _taps(x.queue.context, shape, problem.channels, _Weights()), ...,
             problem.features, columns, positions, groups * problem.features * shape.positions, group,
             shape.y.positions, shape.x.positions, shape.y.staged.stride, shape.x.staged.stride, *shape.source,
             groups * group, each, slices,
-            WEIGHT_GRAD=1, A_ALIGNED=int(shape.positions % 8 == 0), IN_T=bridge.STORAGE[x.dtype], FULL=0,
-            EMULATE=emulate, **plan.macros, **Epilogue(sums_dtype).macros, **dict(self.unit.options),
+            WEIGHT_GRAD=1, A_ALIGNED=int(shape.positions % 8 == 0), **macros, **Epilogue(sums_dtype).macros,
         )  # fmt: skip
         add = None
         if slices > 1:
@@ -187,9 +167,10 @@ class MatrixConv(Verified):
 
         return run
 
-    @staticmethod
-    def _kernel(kernel: Kernel, emulate: int) -> Kernel:
-        return kernel.in_plain_c if emulate else kernel
+    def _built(self, kernel: Kernel, dtype: str, plan: Plan, emulate: int) -> tuple[Kernel, dict[str, Any]]:
+        """The kernel, and macros that say what it multiplies, and how."""
+        how = {"IN_T": bridge.STORAGE[dtype], "FULL": 0, "EMULATE": emulate}
+        return kernel.in_plain_c if emulate else kernel, {**how, **plan.macros, **dict(self.unit.options)}
 
 
 def _is_countable(problem: Problem) -> bool:
@@ -299,25 +280,20 @@ def _with_gradients(x: Array, w: Array, grad: Array, window: Window) -> tuple[Ar
 # ------------------------------------------------------------------------------------------- one entry an instruction
 
 
-def _kernels_like(gemm: Kernel) -> tuple[Kernel, Kernel]:
-    """Those for convolutions, in a file of their own, compiled as one for products."""
-    file = gemm.file.replace("gemm", "conv")
-    return replace(gemm, file=file, name="conv"), replace(gemm, file=file, name="weight_grad")
-
-
-_MMA, _WGMMA = _kernels_like(products.MMA.kernel), _kernels_like(products.WGMMA.kernel)
-_WMMA, _DPAS = _kernels_like(products.RDNA3.kernel), _kernels_like(products.DPAS_8.kernel)
 # On NVIDIA's GPUs smaller tiles than for products: a table lies in local memory beside them.
 _MMA_PLANS = Plan(128, 128, 32, 2, (2, 4)), Plan(64, 64, 32, 3, (2, 2))
 _WGMMA_PLANS = Plan(128, 128, 64, 3, (8, 1)), Plan(64, 64, 64, 3, (4, 1))
 
-MMA = MatrixConv.by(products.MMA, "MMA", _MMA, _MMA_PLANS)
-MMA_K8 = MatrixConv.by(products.MMA_K8, "MMA_K8", _MMA, _MMA_PLANS)
-WGMMA = MatrixConv.by(products.WGMMA, "WGMMA", _WGMMA, _WGMMA_PLANS)
-RDNA3 = MatrixConv.by(products.RDNA3, "RDNA3", _WMMA)
-RDNA4 = MatrixConv.by(products.RDNA4, "RDNA4", _WMMA)
-DPAS_8 = MatrixConv.by(products.DPAS_8, "DPAS_8", _DPAS)
-DPAS_16 = MatrixConv.by(products.DPAS_16, "DPAS_16", _DPAS)
+MMA = MatrixConv.by(products.MMA, "MMA", _MMA_PLANS)
+MMA_K8 = MatrixConv.by(products.MMA_K8, "MMA_K8", _MMA_PLANS)
+WGMMA = MatrixConv.by(products.WGMMA, "WGMMA", _WGMMA_PLANS)
+RDNA3 = MatrixConv.by(products.RDNA3, "RDNA3")
+RDNA4 = MatrixConv.by(products.RDNA4, "RDNA4")
+DPAS_8 = MatrixConv.by(products.DPAS_8, "DPAS_8")
+DPAS_16 = MatrixConv.by(products.DPAS_16, "DPAS_16")
 
 #: in the order in which they are preferred
 MATRIX_UNITS = (WGMMA, MMA, MMA_K8, RDNA3, RDNA4, DPAS_8, DPAS_16)
+
+#: of these: `python -m clamp lists` finds kernels among a module's names
+KERNELS = tuple(kernel for unit in MATRIX_UNITS for kernel in unit.kernels)
