@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,6 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.host_steps import refuse, unrecorded
 from clamp.opencl.program import Kernel
-from clamp.ops.launch import pieces_for
 from clamp.ops.slots import batches, in_turn
 
 NOTE = Kernel("notes.cl", "note")
@@ -73,14 +72,10 @@ class Norms(Notes):
             tensors: float32, float16 or bfloat16, on one queue, with elements.
         """
         parts, queue = list(batches(tensors)), tensors[0].queue
-        counts = [items // group for (items,), (group,) in (part.tiles.grid for part in parts)]
+        counts = [part.groups for part in parts]
         sums = bridge.empty(queue, (3 * sum(counts),), "float32")
-        for index, (_, _, tiles, arguments, macros) in enumerate(parts):
-            _, (group,) = tiles.grid
-            SQUARES(
-                queue, *tiles.grid, tiles.table, sums, sum(counts[:index]), *arguments, **macros, WG=group,
-                PIECES=pieces_for(queue),
-            )  # fmt: skip
+        for index, part in enumerate(parts):
+            part.run(SQUARES, sums, sum(counts[:index]))
         TOTAL(queue, (1,), (1,), sums, sum(counts), self._words, row, X_T="f32")
 
     @classmethod
@@ -101,14 +96,8 @@ class Norms(Notes):
         Returns:
             The square of the norm before, float32, shape ``(1,)``; inf where that is too large for it.
         """
-        queue = tensors[0].queue
-        total = bridge.empty(queue, (1,), "float32")
-        pieces: list[Callable[[], object]] = []
-        for _, _, tiles, arguments, macros in batches(tensors):
-            args = tiles.table, self._words, longest, total, *arguments
-            macros |= {"CLIP": 1, "WG": 1, "PIECES": pieces_for(queue)}
-            pieces.append(partial(CLIP, queue, *tiles.grid, *args, **macros))
-        in_turn(pieces)
+        total = bridge.empty(tensors[0].queue, (1,), "float32")
+        in_turn([partial(part.run, CLIP, self._words, longest, total, CLIP=1, WG=1) for part in batches(tensors)])
         return total
 
     def read(self) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ import pyopencl as cl
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
+from clamp.opencl.program import Kernel
 from clamp.ops.launch import pieces_for
 
 T = TypeVar("T")
@@ -78,6 +79,18 @@ class Batch(NamedTuple):
     tiles: TensorTiles
     arguments: list[Tensor]  # of the kernel: the tensors, and one of them again for each slot left over
     macros: dict[str, object]  # storage type, and how many slots
+
+    @property
+    def groups(self) -> int:
+        """Work-groups of the launch, one a tile."""
+        (items,), (group,) = self.tiles.grid
+        return items // group
+
+    def run(self, kernel: Kernel, *args: Any, **macros: object) -> None:
+        """Launches a kernel that takes the tiles, ``args``, and the tensors."""
+        queue, (sizes, (group,)) = self.tensors[0].queue, self.tiles.grid
+        built = {**self.macros, "WG": group, "PIECES": pieces_for(queue), **macros}
+        kernel(queue, sizes, (group,), self.tiles.table, *args, *self.arguments, **built)
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[Batch]:

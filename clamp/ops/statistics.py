@@ -6,8 +6,9 @@ what float16 has no room for, signed extremes and the mean (kernels/numerics.cl)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.host_steps import refuse
 from clamp.opencl.program import Kernel
 from clamp.ops import transfer
-from clamp.ops.launch import group_macros, pieces_for
+from clamp.ops.launch import group_macros
 from clamp.ops.slots import batches, require_readable
 
 STATISTICS = Kernel("statistics.cl", "statistics")
@@ -137,8 +138,8 @@ class PendingStatistics:
         queues: dict[cl.CommandQueue, dict[Key, Tensor]] = {}
         for tensor in tensors:
             if tensor.size:
-                queues.setdefault(tensor.queue, {}).setdefault(_key(tensor), tensor)
-        self._results = {queue: _QueueStatistics(queue, rows, histogram) for queue, rows in queues.items()}
+                queues.setdefault(tensor.queue, {})[_key(tensor)] = tensor
+        self._rows = {queue: _launched(queue, distinct, histogram) for queue, distinct in queues.items()}
 
     def read(self) -> list[Statistics]:
         """The statistics of each tensor, in their order. Waits for the device, with one read a queue.
@@ -147,7 +148,11 @@ class PendingStatistics:
             RuntimeError: launches are being recorded.
         """
         refuse("Statistics were read", "Read them after the recorded part.")
-        found = {(queue, key): one for queue, results in self._results.items() for key, one in results.read().items()}
+        found = {
+            (queue, key): one
+            for queue, (words, rows) in self._rows.items()
+            for key, one in _statistics_of_rows(words.to_host().view(np.uint32), rows)
+        }
         none = np.zeros(BINS, np.int64) if self._histogram else None
         return [
             found.get((queue, key)) or Statistics(0, 0, 0, 0, np.inf, 0.0, none, dtype=key[-1])
@@ -163,59 +168,38 @@ def _key(tensor: Tensor) -> Key:
 class _Row:
     """Place of a tensor's statistics, in words of its queue's results."""
 
-    count: int
     begin: int
     bins: range  # which of those of float32 its dtype can fill; none without a histogram
 
 
-class _QueueStatistics:
-    """The statistics of one queue's tensors on its device.
+def _launched(queue: cl.CommandQueue, tensors: Mapping[Key, Tensor], histogram: bool) -> tuple[Tensor, dict[Key, _Row]]:
+    """The results of one queue's tensors on its device, and where each has its own: those of a dtype in turn."""
+    rows: dict[Key, _Row] = {}
+    count = 0
+    for key in sorted(tensors, key=itemgetter(2)):
+        rows[key] = _Row(count, _bins(key[2], histogram))
+        count += _HEAD + len(rows[key].bins)
+    words = bridge.empty(queue, (count,), "int32")
+    transfer.fill(queue, words.buffer, bytes(4), 0, 4 * count)
+    for batch in batches([tensors[key] for key in rows]):
+        row = rows[_key(batch.tensors[0])]
+        batch.run(STATISTICS, words, row.begin, BINS=len(row.bins), FIRST_BIN=row.bins.start)
+    return words, rows
 
-    Args:
-        tensors: of any dtypes, each storage once, with elements.
-    """
 
-    def __init__(self, queue: cl.CommandQueue, tensors: dict[Key, Tensor], histogram: bool) -> None:
-        kinds: dict[str, list[Tensor]] = {}
-        for (_, _, dtype), tensor in tensors.items():
-            kinds.setdefault(dtype, []).append(tensor)
-        self._histogram = histogram
-        self._rows: dict[Key, _Row] = {}
-        words = 0
-        for dtype, same in kinds.items():
-            bins = _bins(dtype, histogram)
-            for tensor in same:
-                self._rows[_key(tensor)] = _Row(tensor.size, words, bins)
-                words += _HEAD + len(bins)
-        self._words = bridge.empty(queue, (words,), "int32")
-        transfer.fill(queue, self._words.buffer, bytes(4), 0, 4 * words)
-        every = [tensor for same in kinds.values() for tensor in same]
-        for batch in batches(every):
-            row, (_, (group,)) = self._rows[_key(batch.tensors[0])], batch.tiles.grid
-            STATISTICS(
-                queue, *batch.tiles.grid, batch.tiles.table, self._words, row.begin, *batch.arguments, **batch.macros,
-                BINS=len(row.bins), FIRST_BIN=row.bins.start, WG=group, PIECES=pieces_for(queue),
-            )  # fmt: skip
-
-    def read(self) -> dict[Key, Statistics]:
-        words = self._words.to_host().view(np.uint32)
-        begins = np.array([row.begin for row in self._rows.values()])
-        heads = words[begins[:, None] + np.arange(_HEAD)]
-        negated = heads[:, 3]
-        heads[:, 3] = np.where(negated > 0, np.minimum(-negated, _INF), _INF)
-        counts, magnitudes = heads[:, :3].tolist(), heads[:, 3:].view(np.float32).tolist()
-        histograms = np.zeros((len(heads), BINS), np.int64) if self._histogram else [None] * len(heads)
-        found = {}
-        for (key, row), (not_zero, bad, nans), (smallest, largest), histogram in zip(
-            self._rows.items(), counts, magnitudes, histograms, strict=True
-        ):
-            if histogram is not None:
-                begin = row.begin + _HEAD
-                histogram[row.bins.start : row.bins.stop] = words[begin : begin + len(row.bins)]
-            found[key] = Statistics(
-                row.count, bad - nans, nans, row.count - not_zero, smallest, largest, histogram, dtype=key[-1]
-            )
-        return found
+def _statistics_of_rows(words: NDArray[np.uint32], rows: Mapping[Key, _Row]) -> Iterator[tuple[Key, Statistics]]:
+    begins = np.array([row.begin for row in rows.values()])
+    heads = words[begins[:, None] + np.arange(_HEAD)]
+    negated = heads[:, 3]
+    heads[:, 3] = np.where(negated > 0, np.minimum(-negated, _INF), _INF)
+    counts, magnitudes = heads[:, :3].tolist(), heads[:, 3:].view(np.float32).tolist()
+    for (key, row), (not_zero, bad, nans), (smallest, largest) in zip(rows.items(), counts, magnitudes, strict=True):
+        histogram = None
+        if row.bins:
+            histogram = np.zeros(BINS, np.int64)
+            histogram[row.bins.start : row.bins.stop] = words[row.begin + _HEAD :][: len(row.bins)]
+        _, count, dtype = key
+        yield key, Statistics(count, bad - nans, nans, count - not_zero, smallest, largest, histogram, dtype)
 
 
 def _bins(dtype: str, histogram: bool) -> range:
@@ -262,11 +246,9 @@ class PendingNumerics:
         filled_ones = [index for index, tensor in enumerate(tensors) if tensor.size]
         self._launches: list[tuple[list[int], Tensor]] = []
         for batch in batches([tensors[index] for index in filled_ones]):
-            queue, tiles = batch.tensors[0].queue, batch.tiles
-            (items,), (group,) = tiles.grid
-            words = bridge.empty(queue, (_ROW * items // group,), "int32")
-            macros = {**batch.macros, **group_macros(queue, group)}
-            NUMERICS(queue, *tiles.grid, tiles.table, words, *batch.arguments, **macros)
+            queue, (_, (group,)) = batch.tensors[0].queue, batch.tiles.grid
+            words = bridge.empty(queue, (_ROW * batch.groups,), "int32")
+            batch.run(NUMERICS, words, **group_macros(queue, group))
             self._launches.append(([filled_ones[place] for place in batch.indices], words))
 
     def read(self) -> list[Numerics]:
