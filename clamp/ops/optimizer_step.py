@@ -5,7 +5,7 @@ kernels/optimizer_step.cl has the rules: those of netcl's optimizers, with the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,19 +82,20 @@ class MultiUpdate:
 
     def _bind(
         self, rule: str, numbers: int, params: Sequence[Tensor], states: Sequence[Sequence[Any]],
-        copies: Sequence[Copy | None], kind: str, keeps: str, of_kind: Sequence[int],
+        copies: Sequence[Copy | None], kind: str, keeps: str, of_kind: list[int],
     ) -> None:  # fmt: skip
         """Binds the launches of those parameters that have copies of one kind, or none."""
-        has_gradients, parts = self._has_gradients, PARTS[keeps]
+        parts = PARTS[keeps]
         by_chance = parts == 1 and self._turns
-        first: list[dict[int, Any]] = [] if parts and has_gradients else [{i: params[i].buffer for i in of_kind}]
-        last: list[dict[int, Any]] = [{i: column[i] for i in of_kind} for column in states]
-        found = {i: copy for i in of_kind if (copy := copies[i]) is not None}
-        if found:
-            last.append({i: copy.tensor.buffer for i, copy in found.items()})
+        of_copies = [copy for i in of_kind if (copy := copies[i]) is not None]
+        whole = [params[i].buffer for i in of_kind]
+        first: list[list[Any]] = [] if parts and self._has_gradients else [whole]
+        last: list[list[Any]] = [[column[i] for i in of_kind] for column in states]
+        if of_copies:
+            last.append([copy.tensor.buffer for copy in of_copies])
         if parts == 2:
-            last.append({i: copy.rest.buffer for i, copy in found.items() if copy.rest is not None})
-        pointers = len(first) + len(last) + int(has_gradients)
+            last.append([copy.rest.buffer for copy in of_copies if copy.rest is not None])
+        pointers = len(first) + len(last) + int(self._has_gradients)
         slots = slots_for(self._queue, len(of_kind), pointers, _OTHER_ARGUMENTS_BYTES)
         macros: dict[str, Any] = {
             "RULE": rule,
@@ -104,23 +105,23 @@ class MultiUpdate:
             "TURNS": int(self._turns),
         }
         for start in range(0, len(of_kind), slots):
-            members = list(of_kind[start : start + slots])
+            some = slice(start, start + slots)
+            members = of_kind[some]
             tiles = tiles_of(self._queue, tuple([params[index].size for index in members]))
-            slotted = filled(members, slots)
-            chance: list[Any] = [self._keys(found, members), ...] if by_chance else []
+            chance: list[Any] = [self._keys(of_copies[some]), ...] if by_chance else []
             if rule in OF_8_BITS:
                 macros["GROUP"] = tiles.grid[1][0]
             launch = _WITHOUT_GRADIENTS.get(rule, UPDATE).bind(
                 self._queue, *tiles.grid, tiles.table, *chance, *[...] * numbers,
-                *[column[index] for column in first for index in slotted],
-                *(open_slots(len(members), slots, tiles) if has_gradients else ()),
-                *[column[index] for column in last for index in slotted],
+                *[buffer for column in first for buffer in filled(column[some], slots)],
+                *(open_slots(len(members), slots, tiles) if self._has_gradients else ()),
+                *[buffer for column in last for buffer in filled(column[some], slots)],
                 **macros_of(self._queue), **macros,
             )  # fmt: skip
             self._launches.append((members, launch, by_chance))
 
-    def _keys(self, copies: Mapping[int, Copy], members: Sequence[int]) -> cl.Buffer:
-        keys = np.array([copies[index].key for index in members], np.uint32)
+    def _keys(self, copies: Sequence[Copy]) -> cl.Buffer:
+        keys = np.array([copy.key for copy in copies], np.uint32)
         flags = cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR
         return cl.Buffer(self._queue.context, flags, hostbuf=keys)
 
@@ -134,17 +135,13 @@ class MultiUpdate:
             grads: float32, one for each parameter, of as many elements; none of a rule without gradients.
             turn: another one in each step, from 0 to 2^32 - 1: what chance depends on.
         """
-        if not self._has_gradients:
-            grads_of: list[list[Any]] = [[] for _ in self._launches]
-        else:
-            grads_of = [[grads[index].buffer for index in members] for members, _, _ in self._launches]
-        of_turn = (np.uint32(turn),)
         return [
-            partial(launch, self._queue, *of_turn, *numbers, *buffers)
-            if by_chance
-            else partial(launch, self._queue, *numbers, *buffers)
-            for (_, launch, by_chance), buffers in zip(self._launches, grads_of, strict=True)
-        ]
+            partial(
+                launch, self._queue, *([np.uint32(turn)] if by_chance else []), *numbers,
+                *([grads[index].buffer for index in members] if self._has_gradients else []),
+            )
+            for members, launch, by_chance in self._launches
+        ]  # fmt: skip
 
 
 def moments_bytes(size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.attention.blocked import KEYS, launch_backward, launch_forward, plan_of
+from clamp.ops.attention.blocked import KEYS, Plan
 from clamp.ops.attention.problem import Gradients, Problem
 
 NAME = "amx"
@@ -30,10 +30,10 @@ def forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, emulate: bool = False
 ) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``; if ``emulate``, by plain C, bit for bit."""
-    plan = plan_of(problem, _SIDE, _SIDE)
+    plan = Plan.of(problem, _SIDE, _SIDE)
     matrix = plan.padded * plan.pitch // 2  # words of a head's queries, say
     floats = 3 * matrix + 2 * KEYS * _SIDE + 3 * _SIDE * plan.pitch // 2
-    launch_forward(_FORWARD, problem, plan, floats, (q, k, v, out, lse), KEYS=KEYS, EMULATE=int(emulate))
+    plan.launch_forward(_FORWARD, floats, (q, k, v, out, lse), KEYS=KEYS, EMULATE=int(emulate))
 
 
 def backward(
@@ -41,6 +41,6 @@ def backward(
     *, emulate: bool = False,
 ) -> None:  # fmt: skip
     """Writes the gradients of q, k and v over ``grads``; ``emulate`` as in `forward`."""
-    plan = plan_of(problem, _SIDE, _SIDE)
+    plan = Plan.of(problem, _SIDE, _SIDE)
     floats = (4 * plan.pitch + 3 * _SIDE) * plan.padded + 2 * _SIDE * (plan.pitch + _SIDE)
-    launch_backward(_BACKWARD, problem, plan, floats, (q, k, v, grad, lse), grads, EMULATE=int(emulate))
+    plan.launch_backward(_BACKWARD, floats, (q, k, v, grad, lse), grads, EMULATE=int(emulate))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.attention.problem import Gradients, Problem
 from clamp.ops.engine import always, on_cpus
@@ -26,33 +25,35 @@ _ITEMS_PER_CORE = 4  # work-items, and so workspaces, that a core should get: fe
 
 @dataclass(frozen=True)
 class Plan:
-    """Division of the heads of one call among work-items.
+    """Division of the heads of one call among work-items."""
 
-    Attributes:
-        lanes, rows: the register tile.
-        heads, length, width: B*H, T, D.
-        pitch, padded: elements of a row and number of rows of a head's fp32 copies.
-        chunks: pieces that the queries of a head are cut into; a piece of a head is a unit of work.
-        each: units a work-item does one after the other.
-        items: work-items.
-    """
-
+    problem: Problem
     lanes: int
-    rows: int
-    heads: int
-    length: int
-    width: int
-    chunks: int
-    each: int
-    items: int
+    rows: int  # lanes, rows: the register tile
+    chunks: int  # pieces that the queries of a head are cut into; a piece of a head is a unit of work
+    each: int  # units a work-item does one after the other
+
+    @classmethod
+    def of(cls, problem: Problem, lanes: int, rows: int) -> Plan:
+        """The division of a problem's heads, for a tile."""
+        enough = _ITEMS_PER_CORE * problem.device.compute_units
+        chunks = max(1, min(-(-enough // problem.heads), -(-problem.length // lanes)))
+        return cls(problem, lanes, rows, chunks, max(1, problem.heads * chunks // (2 * enough)))
+
+    @property
+    def items(self) -> int:
+        """Work-items."""
+        return -(-self.problem.heads * self.chunks // self.each)
 
     @property
     def pitch(self) -> int:
-        return -(-self.width // 32) * 32
+        """Elements of a row of a head's fp32 copies."""
+        return -(-self.problem.width // 32) * 32
 
     @property
     def padded(self) -> int:
-        return -(-self.length // self.rows) * self.rows
+        """Rows of these copies."""
+        return -(-self.problem.length // self.rows) * self.rows
 
     @property
     def forward_floats(self) -> int:
@@ -70,62 +71,50 @@ class Plan:
         """The plan, for the kernel."""
         return {"LANES": self.lanes, "ROWS": self.rows, "KEYS": KEYS}
 
+    def launch_forward(self, kernel: Kernel, floats: int, tensors: tuple[Tensor, ...], **macros: object) -> None:
+        """Launches a kernel whose work-items have so many floats of workspace each; ``tensors`` are q, k, v, out,
+        lse."""
+        workspace = bridge.empty(tensors[0].queue, (self.items * floats,), "float32")
+        self._launch(kernel, (*tensors, workspace), floats, macros)
 
-def _tile_of(problem: Problem) -> tuple[int, int]:
-    return (32, 8) if problem.device.float_vector_width >= 16 else (16, 4)
+    def launch_backward(
+        self, kernel: Kernel, floats: int, tensors: tuple[Tensor, ...], grads: Gradients, **macros: object
+    ) -> None:
+        """As `launch_forward`, with q, k, v, the result's gradient and lse; then the sums of heads' chunks are added
+        up."""
+        queue, problem = tensors[0].queue, self.problem
+        workspace = partial = bridge.empty(queue, (self.items * floats,), "float32")
+        if self.chunks > 1:
+            partial = bridge.empty(queue, (problem.heads * self.chunks * 2 * self.padded * self.pitch,), "float32")
+        self._launch(kernel, (*tensors, *grads, partial, workspace), floats, macros)
+        if self.chunks > 1:
+            _, dk, dv = grads
+            rows = problem.heads * problem.length
+            each = max(1, rows // (8 * problem.device.compute_units))
+            COMBINE(
+                queue, (-(-rows // each),), (1,), partial, dk, dv, rows, problem.length, problem.width, self.chunks,
+                each, **self.macros,
+            )  # fmt: skip
+
+    def _launch(self, kernel: Kernel, tensors: tuple[Tensor, ...], floats: int, macros: dict[str, object]) -> None:
+        problem = self.problem
+        kernel(
+            tensors[0].queue, (self.items,), (1,), *tensors, problem.heads, problem.length, problem.width,
+            problem.scale, problem.causal, self.chunks, self.each, floats, **macros,
+        )  # fmt: skip
 
 
-def plan_of(problem: Problem, lanes: int, rows: int) -> Plan:
-    """Returns the division of a problem's heads, for a tile."""
-    device, heads, length = problem.device, problem.heads, problem.length
-    enough = _ITEMS_PER_CORE * device.compute_units
-    chunks = max(1, min(-(-enough // heads), -(-length // lanes)))
-    each = max(1, heads * chunks // (2 * enough))
-    return Plan(lanes, rows, heads, length, problem.width, chunks, each, -(-heads * chunks // each))
+def _plan_of(problem: Problem) -> Plan:
+    return Plan.of(problem, *((32, 8) if problem.device.float_vector_width >= 16 else (16, 4)))
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
-    plan = plan_of(problem, *_tile_of(problem))
-    launch_forward(FORWARD, problem, plan, plan.forward_floats, (q, k, v, out, lse), **plan.macros)
+    plan = _plan_of(problem)
+    plan.launch_forward(FORWARD, plan.forward_floats, (q, k, v, out, lse), **plan.macros)
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
     """Writes the gradients of q, k and v over ``grads``."""
-    plan = plan_of(problem, *_tile_of(problem))
-    launch_backward(BACKWARD, problem, plan, plan.backward_floats, (q, k, v, grad, lse), grads, **plan.macros)
-
-
-def launch_forward(
-    kernel: Kernel, problem: Problem, plan: Plan, floats: int, tensors: tuple[Tensor, ...], **macros: object
-) -> None:
-    """Launches a kernel whose work-items have so many floats of workspace each; ``tensors`` are q, k, v, out, lse."""
-    queue = tensors[0].queue
-    workspace = bridge.empty(queue, (plan.items * floats,), "float32")
-    kernel(
-        queue, (plan.items,), (1,), *tensors, workspace, plan.heads, plan.length, plan.width, problem.scale,
-        problem.causal, plan.chunks, plan.each, floats, **macros,
-    )  # fmt: skip
-
-
-def launch_backward(
-    kernel: Kernel, problem: Problem, plan: Plan, floats: int, tensors: tuple[Tensor, ...], grads: Gradients,
-    **macros: object,
-) -> None:  # fmt: skip
-    """As `launch_forward`, with q, k, v, the result's gradient and lse; then the sums of heads' chunks are added up."""
-    queue = tensors[0].queue
-    workspace = partial = bridge.empty(queue, (plan.items * floats,), "float32")
-    if plan.chunks > 1:
-        partial = bridge.empty(queue, (plan.heads * plan.chunks * 2 * plan.padded * plan.pitch,), "float32")
-    kernel(
-        queue, (plan.items,), (1,), *tensors, *grads, partial, workspace, plan.heads, plan.length, plan.width,
-        problem.scale, problem.causal, plan.chunks, plan.each, floats, **macros,
-    )  # fmt: skip
-    if plan.chunks > 1:
-        _, dk, dv = grads
-        rows = plan.heads * plan.length
-        each = max(1, rows // (8 * capabilities(queue).compute_units))
-        COMBINE(
-            queue, (-(-rows // each),), (1,), partial, dk, dv, rows, plan.length, plan.width, plan.chunks, each,
-            **plan.macros,
-        )  # fmt: skip
+    plan = _plan_of(problem)
+    plan.launch_backward(BACKWARD, plan.backward_floats, (q, k, v, grad, lse), grads, **plan.macros)
