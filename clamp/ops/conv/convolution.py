@@ -1,7 +1,7 @@
 """Two-dimensional convolution and its gradients: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
 On CPU devices a register-blocked kernel multiplies packed panels, on every other device tiles in local memory
-(direct.py). More engines serve CPU devices: the matrix unit of those processors that have one (amx.py); in 16-bit
+(stage.py). More engines serve CPU devices: the matrix unit of those processors that have one (amx.py); in 16-bit
 storage one that multiplies less for 3x3 kernels of stride 1 or 2 (winograd.py); in bfloat16, where that one does not
 serve stride 1, the processor's dot product if it is fast (dot_bf16.py). The input gradient, which is also the
 transposed convolution, is such a product again; with a stride, one for each remainder of the input position

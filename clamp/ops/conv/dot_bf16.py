@@ -9,11 +9,10 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.conv import direct
 from clamp.ops.conv.geometry import divide
 from clamp.ops.conv.packed import multiply_panels
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import slices
+from clamp.ops.conv.stage import convolve_staged, slices, staged
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.gemm.problem import Epilogue
 
@@ -46,7 +45,7 @@ def pays(problem: Problem) -> bool:
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
     """Writes a convolution or an input gradient over ``out``."""
-    direct.convolve(partial(multiply_panels, _CONV, _COLUMNS, _LAYOUT, {}), problem, x, weights, out, epilogue)
+    convolve_staged(partial(multiply_panels, _CONV, _COLUMNS, _LAYOUT, {}), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
@@ -60,14 +59,12 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     words = (_STEPS + 16) * (_COLUMNS + padded)  # of a work-item: what it packs
     items = max(1, min(_CHUNKS_PER_CORE * capabilities(queue).compute_units, _WORK_WORDS // words))
     image = groups * rows * shape.positions  # elements of an image of gradients
-    batch = slices(x, shape, x.dtype)
-    columns = batch[0][1] * shape.positions
+    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
     division = divide(items, groups, columns, 2 * _STEPS, panels_k, floats)
     sums = bridge.empty(queue, (division.chunks * floats,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
-    for first, images in batch:
-        source = direct.source_of(x, problem, shape, first, images, x.dtype)
+    for first, (source,) in staged(x, [shape], x.dtype, groups, problem.channels):
         _WEIGHT_GRAD(
             queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, work, first * image,
             *source.sizes(rows), image, source.tensor.size, grad.size, tall + short, tall, division.each_k,

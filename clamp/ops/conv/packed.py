@@ -12,10 +12,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
-from clamp.ops.conv import direct
 from clamp.ops.conv.geometry import deal, divide
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import Source, Target, slices
+from clamp.ops.conv.stage import Source, Target, convolve_staged, slices, staged
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always, on_cpus
 from clamp.ops.gemm.plan import Tile, tile_of
@@ -39,7 +38,7 @@ def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogu
     """Writes a convolution or an input gradient over ``out``."""
     tile, layout = tile_of_conv(x.queue), _layout(x.queue)
     tiled = {"MR": tile.rows, "NR": tile.columns, "SHORT": layout.short}
-    direct.convolve(partial(multiply_panels, _CONV, tile.columns, layout, tiled), problem, x, weights, out, epilogue)
+    convolve_staged(partial(multiply_panels, _CONV, tile.columns, layout, tiled), problem, x, weights, out, epilogue)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
@@ -53,8 +52,7 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     floats = groups * panels_k * panels_m * tile.rows * tile.columns
     items = _CHUNKS_PER_CORE * capabilities(queue).compute_units
     image = groups * rows * shape.positions  # elements of an image of gradients
-    batch = slices(x, shape, dtype)
-    columns = batch[0][1] * shape.positions
+    columns = slices(x, shape, dtype)[0][1] * shape.positions
     division = divide(items, groups, columns, most, panels_k, floats)
     sums = bridge.empty(queue, (division.chunks * floats,), "float32")
     bias, sums_bias = None, sums  # a kernel's pointers must point somewhere
@@ -63,8 +61,7 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
         sums_bias = bridge.empty(queue, (division.chunks * groups * panels_m * tile.columns,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * (most + 16) * tile.columns,), "float32")
-    for first, images in batch:
-        source = direct.source_of(x, problem, shape, first, images, dtype)
+    for first, (source,) in staged(x, [shape], dtype, groups, problem.channels):
         _WEIGHT_GRAD(
             queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, sums_bias, work, first * image,
             *source.sizes(rows), image, grad.size, division.each_k, division.each,

@@ -1,8 +1,11 @@
-"""Staging of a convolution's source, and its stores, on every device (kernels/conv_stage.cl)."""
+"""Convolutions as matrix products whose right-hand operand is read from a staged copy of the source, never written down
+(no im2col): what the engines that multiply term by term have in common (kernels/conv_stage.cl). Each has kernels of its
+own for the product."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +17,8 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.conv.geometry import Correlation, Pair
+from clamp.ops.conv.problem import Problem
+from clamp.ops.conv.weights import Weights
 from clamp.ops.gemm.problem import Epilogue
 from clamp.ops.launch import index_type, launch
 
@@ -61,6 +66,59 @@ class Target:
     begin: int  # its first element that is written
     image: int  # elements from an image's results to the next's
     epilogue: Epilogue  # what happens in the store
+
+
+#: writes a correlation
+Correlate = Callable[[Source, Weights, Target], None]
+
+
+def convolve_staged(
+    correlate: Correlate, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue,
+    *, by_rows: bool = True,
+) -> None:  # fmt: skip
+    """Writes a convolution or an input gradient over ``out``.
+
+    Args:
+        by_rows: as in `stage`.
+    """
+    if out.size == 0:
+        return
+    shapes, remainders = problem.correlations
+    phases = out if len(shapes) == 1 else bridge.empty(out.queue, out.shape, out.dtype)
+    channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
+    for first, sources in staged(x, shapes, x.dtype, weights.groups, channels, by_rows=by_rows):
+        begin = 0
+        for source in sources:
+            if x.size == 0:  # a kernel's pointer must point somewhere
+                source = replace(source, tensor=out)
+            out_image = weights.groups * weights.rows * source.shape.positions
+            correlate(source, weights, Target(phases, begin + first * out_image, out_image, epilogue))
+            begin += problem.images * out_image
+    if phases is not out:
+        interleave(phases, out, remainders, by_rows=by_rows)
+
+
+def staged(
+    x: Tensor, shapes: Sequence[Correlation], dtype: str, groups: int, channels: int, *, by_rows: bool = True
+) -> Iterator[tuple[int, list[Source]]]:
+    """The parts of a batch: the number of the first image, and the part as each correlation reads it. All read one
+    staged source.
+
+    Args:
+        dtype: storage type of the source.
+        channels: of one group.
+        by_rows: as in `stage`.
+    """
+    tables = [offsets(x.queue.context, shape, channels) for shape in shapes]
+    for first, images in slices(x, shapes[0], dtype):
+        tensor = stage(x, shapes[0], first, images, dtype, by_rows=by_rows)
+        yield (
+            first,
+            [
+                Source(tensor, shape, table, images, groups, channels)
+                for shape, table in zip(shapes, tables, strict=True)
+            ],
+        )
 
 
 def slices(x: Tensor, shape: Correlation, dtype: str) -> list[tuple[int, int]]:

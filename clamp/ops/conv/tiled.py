@@ -11,10 +11,9 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.cast import cast_into
-from clamp.ops.conv import direct
 from clamp.ops.conv.geometry import PARTIAL_FLOATS
 from clamp.ops.conv.problem import Problem
-from clamp.ops.conv.stage import Source, Target, slices
+from clamp.ops.conv.stage import Source, Target, convolve_staged, slices, staged
 from clamp.ops.conv.weights import PanelLayout, Weights
 from clamp.ops.engine import always
 from clamp.ops.gemm.problem import Epilogue
@@ -36,7 +35,7 @@ _MIN_CHUNK = 1024  # positions that are worth a work-group of their own
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:
     """Writes a convolution or an input gradient over ``out``."""
-    direct.convolve(_correlate, problem, x, weights, out, epilogue, by_rows=False)
+    convolve_staged(_correlate, problem, x, weights, out, epilogue, by_rows=False)
 
 
 def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias_dtype: str | None) -> Tensor | None:
@@ -46,15 +45,13 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     tiles_k, tiles_m = -(-problem.channels * shape.taps // tile), -(-rows // tile)
     wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
     image = groups * rows * shape.positions  # elements of an image of gradients
-    batch = slices(x, shape, x.dtype)
-    columns = batch[0][1] * shape.positions
+    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
     most = min(wanted // (tiles_k * tiles_m * groups), columns // _MIN_CHUNK, PARTIAL_FLOATS // out.size)
     chunk = -(-columns // max(1, most))
     chunks = -(-columns // chunk)
     partial = bridge.empty(queue, (chunks * out.size,), "float32")
     grid = (tiles_k * side, tiles_m * side, chunks * groups)
-    for first, images in batch:
-        source = direct.source_of(x, problem, shape, first, images, x.dtype, by_rows=False)
+    for first, (source,) in staged(x, [shape], x.dtype, groups, problem.channels, by_rows=False):
         _WEIGHT_GRAD(
             queue, grid, (side, side, 1), source.tensor, source.offsets, grad, partial, first * image,
             *source.sizes(rows), image, chunk, groups, first > 0,
