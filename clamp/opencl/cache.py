@@ -76,7 +76,7 @@ def are_costly(context: cl.Context) -> bool:
     return bool(context.devices[0].platform.name == _COSTLY)
 
 
-def load(file: Path) -> Kept | None:
+def load(file: Path | None) -> Kept | None:
     """The program that is kept in a file; None if there is none, or the file cannot be trusted."""
     return read(file, _meaning)
 
@@ -105,7 +105,7 @@ def file_for(key: object, suffix: str) -> Path | None:
     return None if folder is None else folder / f"{sha256(json.dumps([_FORMAT, key]).encode()).hexdigest()}{suffix}"
 
 
-def read(file: Path, meaning: Callable[[bytes], T]) -> T | None:
+def read(file: Path | None, meaning: Callable[[bytes], T]) -> T | None:
     """Returns what was kept in a file; None if there is none, or the file cannot be trusted or understood.
 
     Args:
@@ -113,7 +113,7 @@ def read(file: Path, meaning: Callable[[bytes], T]) -> T | None:
     """
     try:
         # Whose it is is asked before it is opened, which may wait (a pipe), and again of what was opened.
-        if not _is_trusted(os.lstat(file)):
+        if file is None or not _is_trusted(os.lstat(file)):
             return None
         with open(os.open(file, os.O_RDONLY | _AS_ASKED), "rb") as opened:
             if not _is_trusted(os.fstat(opened.fileno())):
@@ -129,8 +129,10 @@ def read(file: Path, meaning: Callable[[bytes], T]) -> T | None:
         return None
 
 
-def write(file: Path, content: bytes) -> None:
-    """Keeps something in a file, if that can be written."""
+def write(file: Path | None, content: bytes) -> None:
+    """Keeps something in a file, if there is one that can be written."""
+    if file is None:
+        return
     try:
         # Renamed into place, so that a process starting beside this one never reads half a file.
         number, temporary = tempfile.mkstemp(dir=file.parent)

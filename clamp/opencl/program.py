@@ -291,7 +291,7 @@ def build(
     with warnings.catch_warnings():
         # Drivers write progress to the build log of a program that is fine.
         warnings.simplefilter("ignore", cl.CompilerWarning)
-        if file_kept is not None and (kept := cache.load(file_kept)) is not None:
+        if (kept := cache.load(file_kept)) is not None:
             with suppress(cl.Error):  # a binary that the driver refuses, or of another program, is written anew
                 built = Built(
                     cl.Program(context, context.devices, [kept.binary]).build(), kept.signatures, was_kept=True

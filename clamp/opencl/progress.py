@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import monotonic
 
@@ -29,7 +29,8 @@ class Progress:
         self._lock = threading.RLock()
         self._began = self._ended = float("-inf")
         self._count = 0
-        self._compiling, self._busy = set[object](), set[object]()  # what is under way
+        self._compiling = set[object]()  # what is under way
+        self._busy = dict[object, Callable[[float], str]]()  # what else is, each with its word for it
         self._is_open = False  # whether the line waits for its end
         self._timer: threading.Timer | None = None
         self._ticks: threading.Timer | None = None
@@ -43,8 +44,7 @@ class Progress:
                 if began - self._ended > _PAUSE and not self._compiling:
                     self._began, self._count = began, 0
                 self._compiling.add(this)
-                if self._ticks is None:
-                    self._tick_later()
+                self._tick_later()
             yield
         finally:
             with self._lock:
@@ -59,20 +59,15 @@ class Progress:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Around what takes long, and is not only compiling."""
-        began, ended = monotonic(), threading.Event()
-
-        def tell() -> None:
-            while not ended.wait(_EVERY):
-                with self._lock:
-                    self._say(f"clamp: {what}, {monotonic() - began:.0f} s so far")
-
+        began, this = monotonic(), object()
         try:
-            self._busy.add(ended)
-            threading.Thread(target=tell, daemon=True).start()
+            with self._lock:
+                self._busy[this] = lambda now: f"clamp: {what}, {now - began:.0f} s so far"
+                self._tick_later()
             yield
         finally:
-            ended.set()
-            self._busy.discard(ended)
+            with self._lock:
+                self._busy.pop(this, None)
             self.end_line()
 
     def end_line(self) -> None:
@@ -89,6 +84,8 @@ class Progress:
         return f"clamp: compiling kernels for this device, once: {self._count} programs, {seconds:.0f} s"
 
     def _tick_later(self) -> None:
+        if self._ticks is not None:
+            return
         ticks = threading.Timer(_EVERY, self._tick)
         ticks.daemon = True
         ticks.start()
@@ -97,10 +94,10 @@ class Progress:
     def _tick(self) -> None:
         with self._lock:
             now, self._ticks = monotonic(), None
-            if not self._compiling and now - self._ended > _PAUSE:
+            if not self._compiling and not self._busy and now - self._ended > _PAUSE:
                 return
-            if not self._busy:
-                self._say(self._compiled(now))
+            for text in [told(now) for told in self._busy.values()] or [self._compiled(now)]:
+                self._say(text)
             self._tick_later()
 
     def _say(self, text: str) -> None:

@@ -83,7 +83,7 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
             known = None if anew or key in _begun else _remembered(file, names)
             if known is None:
                 known = _tried(device, where, names)
-                if file is not None and known.keys() == set(names):
+                if known.keys() == set(names):
                     cache.write(file, json.dumps(known).encode())
             _verdicts[key] = known
         return _verdicts[key]
@@ -108,7 +108,7 @@ def _remembered(file: Path | None, names: list[str]) -> Mapping[str, str] | None
             raise ValueError("verdicts of other trials")
         return verdicts
 
-    return None if file is None else cache.read(file, meaning)
+    return cache.read(file, meaning)
 
 
 def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:

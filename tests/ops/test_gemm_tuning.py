@@ -143,7 +143,7 @@ def test_other_content_with_a_right_check_sum_is_as_if_nothing_was_measured(
     queue: cl.CommandQueue, unit: _Pretended, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     assert keep(queue, unit, {size_class("NN", *_SHAPE): _LARGE})
-    file = cache.file_for(tuning._key(queue.device, unit.where, unit.trial_key), ".tuned")
+    file = tuning._file(queue.device, unit.where, unit.trial_key)
     assert file is not None
     cache.write(file, content)
     monkeypatch.setattr(tuning, "_known", {})

@@ -19,7 +19,7 @@ from clamp.bridge import STORAGE, Tensor
 from clamp.opencl import amx
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel, KernelBuildError, Prepared
-from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 

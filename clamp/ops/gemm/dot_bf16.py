@@ -7,8 +7,7 @@ from math import prod
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm import panels
-from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.packed import Panels, blocks, into_panels
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -37,14 +36,14 @@ def pays(problem: Problem) -> bool:
 
 def pack(b: Matrix) -> Panels:
     """op(B) in panels of pairs."""
-    return panels.pack(b, _COLUMNS, pairs=True)
+    return into_panels(b, _COLUMNS, pairs=True)
 
 
 def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
     """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
     queue = c.queue
-    a = panels.pack(a_operand, _ROWS, pairs=True)
-    panels_a, panels_b, grid = panels.blocks(a, b, c)
+    a = into_panels(a_operand, _ROWS, pairs=True)
+    panels_a, panels_b, grid = blocks(a, b, c)
     slot_columns = panels_b if a.steps > _KC else 1
     slots = prod(grid) * panels_a * slot_columns
     sums = bridge.empty(queue, (slots * _ROWS * _COLUMNS,), "float32")

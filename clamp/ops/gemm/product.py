@@ -18,7 +18,7 @@ from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.amx import expect
 from clamp.ops.gemm.engines import GemmEngine, binds, choose, packs, problem_on
-from clamp.ops.gemm.panels import Panels
+from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
 
 #: by all that a product depends on besides the content of its operands: the result's shape, and the launch

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import log2
+from pathlib import Path
 
 import pyopencl as cl
 
@@ -56,8 +57,7 @@ def tuned(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Tun
     """
     key = (device.int_ptr, where)
     if key not in _known:
-        file = cache.file_for(_key(device, where, trial_key), ".tuned")
-        _known[key] = (None if file is None else cache.read(file, _meaning)) or _NOTHING
+        _known[key] = cache.read(_file(device, where, trial_key), _meaning) or _NOTHING
     return _known[key]
 
 
@@ -67,9 +67,7 @@ def keep(device: cl.Device, where: str, trial_key: Callable[[], object], tuning:
     tuning = Tuning({**before.winners, **tuning.winners}, {**before.seconds, **tuning.seconds})
     _known[device.int_ptr, where] = tuning
     release_programs()  # launches that were prepared before go by the plan of before
-    file = cache.file_for(_key(device, where, trial_key), ".tuned")
-    if file is None:
-        return False
+    file = _file(device, where, trial_key)
     cache.write(file, json.dumps(asdict(tuning)).encode())
     return cache.read(file, _meaning) is not None
 
@@ -83,5 +81,5 @@ def _meaning(content: bytes) -> Tuning:
     return tuning
 
 
-def _key(device: cl.Device, where: str, trial_key: Callable[[], object]) -> list[object]:
-    return [*trials.identity(device), where, trial_key()]
+def _file(device: cl.Device, where: str, trial_key: Callable[[], object]) -> Path | None:
+    return cache.file_for([*trials.identity(device), where, trial_key()], ".tuned")
