@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ class Verified(ABC):
     where: str  # where the engine is found, for the process that tries it: "clamp.ops.gemm.matrix_units:MMA"
     plans: tuple[Plan, ...]  # the ways in which it may cut a problem up, the largest tiles first
     may_work: Callable[[Capabilities], bool]  # whether a device is of a kind that has its instruction
+    # 0: by its instruction; 1 and 2: in plain C, for tests on any device (EMULATE of kernels/async_copy.clh)
+    emulate: int = field(default=0, kw_only=True)
 
     def pays(self, problem: Any) -> bool:  # noqa: ARG002  (as every engine's)
         """Wherever it is verified."""

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from clamp.ops import verified
 from clamp.ops.cast import cast
 from clamp.ops.conv import engines as convolutions
 from clamp.ops.gemm.engines import usual
-from clamp.ops.gemm.matrix_units import MMA, WGMMA, MatrixUnit
+from clamp.ops.gemm.matrix_units import MMA, WGMMA
 from clamp.ops.gemm.plan import Plan
 
 TINY = [
@@ -699,18 +699,13 @@ def test_doctor_says_what_became_of_matrix_units(queue: cl.CommandQueue, monkeyp
     large, small = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
     verdicts = {str(large): "RuntimeError: OUT_OF_RESOURCES", str(small): trials.RIGHT}
 
-    @dataclass(frozen=True)
-    class InPlainC(MatrixUnit):
-        def compute(self, *product: Any, **options: Any) -> None:
-            super().compute(*product, **options, emulate=1)
-
     def lines(number: tuple[int, int]) -> list[tuple[str, str]]:
         device = replace(capabilities(queue), compute_capability=number)
         for module in (doctor, verified):
             monkeypatch.setattr(module, "capabilities", lambda queue: device)
         return list(doctor._matrix_units(queue))
 
-    unit = InPlainC(**vars(replace(MMA, plans=(large, small))))
+    unit = replace(MMA, plans=(large, small), emulate=1)
     monkeypatch.setattr(doctor, "MATRIX_UNITS", (WGMMA, unit))
     monkeypatch.setattr(doctor.convolutions, "MATRIX_UNITS", convolutions.MATRIX_UNITS[1:2])
     monkeypatch.setattr(doctor, "_TIMED", 64)

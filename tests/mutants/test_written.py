@@ -18,7 +18,7 @@ import pyopencl as cl
 import pytest
 
 from clamp.opencl.device import list_devices
-from clamp.ops import attention, conv
+from clamp.ops import attention
 from clamp.ops.attention import matrix_units as attention_units
 from clamp.ops.gemm import tiled
 from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, RDNA3, RDNA4, WGMMA
@@ -55,7 +55,7 @@ class Product:
         return str(tiled.GEMM.file if self.by is tiled else self.by.kernel.file)
 
     def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
-        by_plan(patch, self.by, self.plan, self.slices, **{} if self.by is tiled else {"emulate": self.copies})
+        by_plan(patch, self.by if self.by is tiled else replace(self.by, emulate=self.copies), self.plan, self.slices)
         bias = (random(self.b[-1]), "float32") if self.with_bias else None
         transposes = {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
         types = self.dtype, self.dtype, "float16"
@@ -75,7 +75,7 @@ class Attention:
 
     def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
         plan = ONE_WARP if self.forward_only else SMALL
-        patch.setattr(attention, "ENGINES", (test_attention_matrix_units.Emulated(plan, self.copies),))
+        test_attention_matrix_units.by_plan(patch, plan, self.copies)
         if self.forward_only:
             attention.attention(*normal(queue, 0, self.shape, *["float16"] * 3), False, None, out_dtype="float16")
         else:
@@ -90,9 +90,8 @@ class Convolution:
     file: str = "conv_mma.cl"
 
     def check(self, queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
-        unit, plan = test_conv_matrix_units.UNITS["mma"], test_conv_matrix_units._PLANS["mma"]
-        patch.setattr(conv.engines, "ENGINES", (test_conv_matrix_units.Emulated(unit, plan, 2, AT_ONCE),))
-        conv_reference.check(queue, self.case, "emulated", with_bias=False)
+        engine = test_conv_matrix_units.by_plan(patch, test_conv_matrix_units.UNITS["mma"], 2, AT_ONCE)
+        conv_reference.check(queue, self.case, engine, with_bias=False)
 
 
 _ROWS = Product((40, 88), (88, 40), transpose_b=True)  # both along k, in pieces of 16 bytes; some tiles are not whole

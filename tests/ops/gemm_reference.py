@@ -32,14 +32,13 @@ def stored(x: Array, dtype: str) -> Array:
     return quantize(x, dtype).astype(np.float64)
 
 
-def by_plan(patch: pytest.MonkeyPatch, unit: Any, plan: Any, slices: int = 1, **options: Any) -> str:
+def by_plan(patch: pytest.MonkeyPatch, unit: Any, plan: Any, slices: int = 1) -> str:
     """Makes gemm know an engine of one plan only, and returns its name.
 
     Args:
         unit: a matrix unit, or the tiled engine.
-        options: of the unit, as ``emulate``.
     """
-    run = partial(unit.compute, plan=plan, slices=slices, **options)
+    run = partial(unit.compute, plan=plan, slices=slices)
     words = {"NAME": "planned", "TAKES": "anything that it multiplies", "IN_WORDS": "by a plan"}
     engine = SimpleNamespace(**words, fits=always, pays=always, pack=lambda b: b, run=run)
     patch.setattr(engines, "ENGINES", (engine,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from clamp.ops import verified
 from clamp.ops.attention import matrix_units
 from clamp.ops.attention.matrix_units import MMA
 from clamp.ops.attention.problem import Problem
-from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from tests.ops import test_attention
 from tests.ops.test_attention import check, normal, rounded
@@ -32,34 +32,20 @@ SMALL = Plan(32, 32, 128, 2, (2, 1))
 ONE_WARP = Plan(16, 32, 128, 2, (1, 1))  # for the simulator
 
 
-class Emulated:
-    """A unit that takes every problem of 16 bits, by one plan."""
-
-    NAME, TAKES, IN_WORDS = "emulated", "everything of 16 bits", "in plain C"
-    fits = pays = staticmethod(always)
-
-    def __init__(self, plan: Plan = SMALL, emulate: int = LATE) -> None:
-        self._plan, self._emulate = plan, emulate
-
-    def forward(self, problem: Problem, *tensors: Any) -> None:
-        MMA.forward(problem, *tensors[:5], self._plan, emulate=self._emulate)
-
-    def backward(self, problem: Problem, *tensors: Any) -> None:
-        MMA.backward(problem, *tensors[:6], self._plan, *tensors[7:], emulate=self._emulate)
-
-
 def _t(x: Any) -> Any:
     return np.swapaxes(x, -1, -2)
 
 
+def by_plan(patch: pytest.MonkeyPatch, plan: Plan = SMALL, copies: int = LATE) -> None:
+    """Makes attention know an emulated engine only."""
+    engine = replace(MMA, NAME="emulated", plans=(plan,), emulate=copies)
+    patch.setattr(ops, "ENGINES", (engine,))
+    patch.setattr(ops, "names_of_verified", lambda *_: frozenset({engine.NAME}))
+
+
 @pytest.fixture
 def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes attention know an emulated engine only."""
-    usual = INSTRUCTIONS if MMA.may_work(capabilities(queue)) else LATE
-
-    def make(plan: Plan = SMALL, copies: int = usual) -> None:
-        monkeypatch.setattr(ops, "ENGINES", (Emulated(plan, copies),))
-
+    make = partial(by_plan, monkeypatch, copies=INSTRUCTIONS if MMA.may_work(capabilities(queue)) else LATE)
     make()
     return make
 
@@ -101,7 +87,7 @@ def test_shapes(queue: cl.CommandQueue, emulate: Callable[..., None], width: int
 @pytest.mark.parametrize(("plan", "dtype"), [*zip(MMA.plans, HALF_DTYPES, strict=True)], ids=str)
 def test_plans_of_gpus(queue: cl.CommandQueue, plan: Plan, dtype: str) -> None:
     """The trials themselves, in plain C."""
-    assert matrix_units.computes_right(Emulated(plan, AT_ONCE), plan, queue, [dtype])
+    assert matrix_units.computes_right(replace(MMA, emulate=AT_ONCE), plan, queue, [dtype])
 
 
 @pytest.mark.slow

@@ -4,9 +4,8 @@ instructions where the device has them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -19,7 +18,6 @@ from clamp.ops.conv.engines import MATRIX_UNITS
 from clamp.ops.conv.geometry import Window
 from clamp.ops.conv.matrix_units import MMA, MMA_K8, WGMMA, MatrixConv
 from clamp.ops.conv.problem import Problem
-from clamp.ops.engine import always
 from clamp.ops.gemm.plan import Plan
 from tests.ops.conv_reference import Case, check
 from tests.ops.test_conv import (
@@ -43,23 +41,6 @@ _PLANS = {
 }
 
 
-class Emulated:
-    """A unit that takes every convolution, by one plan."""
-
-    NAME, TAKES, IN_WORDS = "emulated", "everything of 16 bits", "in plain C"
-    fits = pays = staticmethod(always)
-
-    def __init__(self, unit: MatrixConv, plan: Plan, slices: int, emulate: int) -> None:
-        self._unit, self._plan, self._slices, self._emulate = unit, plan, slices, emulate
-
-    def bind(self, *problem: Any) -> Callable[..., None]:
-        return self._unit.bind(*problem[:5], plan=self._plan, emulate=self._emulate)
-
-    def bind_weight_gradient(self, *problem: Any) -> Callable[..., None]:
-        given = {"plan": self._plan, "slices": self._slices, "emulate": self._emulate}
-        return self._unit.bind_weight_gradient(*problem[:4], **given)
-
-
 #: in plain C mma is the same for each kind of processor
 UNITS = {unit.NAME: unit for unit in MATRIX_UNITS if unit is not MMA_K8}
 _NVIDIA = MMA, WGMMA
@@ -74,16 +55,20 @@ def unit(request: pytest.FixtureRequest) -> MatrixConv:
     return found
 
 
+def by_plan(patch: pytest.MonkeyPatch, unit: MatrixConv, slices: int = 1, copies: int = LATE) -> str:
+    """Makes convolutions know an emulated engine, of a small plan, and returns its name."""
+    engine = replace(unit, NAME="emulated", emulate=copies)
+    patch.setattr(engines, "ENGINES", (engine,))
+    patch.setattr(engines, "names_of_verified", lambda *_: frozenset({engine.NAME}))
+    patch.setattr(MatrixConv, "verified_plans", lambda *_: (_PLANS[unit.NAME],))
+    patch.setattr(matrix_units, "slices_of", lambda *_: slices)
+    return engine.NAME
+
+
 @pytest.fixture
 def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, unit: MatrixConv) -> Callable[..., str]:
-    """Makes convolutions know an emulated engine, and returns its name."""
     usual = INSTRUCTIONS if unit.may_work(capabilities(queue)) else LATE
-
-    def make(plan: Plan = _PLANS[unit.NAME], slices: int = 1, copies: int = usual) -> str:
-        monkeypatch.setattr(engines, "ENGINES", (Emulated(unit, plan, slices, copies),))
-        return "emulated"
-
-    return make
+    return partial(by_plan, monkeypatch, unit, copies=usual)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, lambda n: n % 4 == 2))
@@ -132,7 +117,7 @@ def test_plans_of_gpus(queue: cl.CommandQueue, unit: MatrixConv) -> None:
     for number, plan in enumerate(unit.plans):
         if plan.local_memory_bytes <= capabilities(queue).local_memory_bytes:
             dtypes = HALF_DTYPES if unit is MMA else HALF_DTYPES[number % 2 :][:1]
-            assert matrix_units.computes_right(Emulated(unit, plan, 1, AT_ONCE), plan, queue, dtypes), plan
+            assert matrix_units.computes_right(replace(unit, emulate=AT_ONCE), plan, queue, dtypes), plan
 
 
 @pytest.mark.simulated_elsewhere
@@ -158,8 +143,6 @@ def test_what_32_bits_do_not_count_is_left_to_another_engine(queue: cl.CommandQu
 
 
 def test_an_image_without_rows_has_an_empty_gradient(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MatrixConv, "verified_plans", lambda *_: (_PLANS["mma"],))
-    emulated = SimpleNamespace(NAME="emulated", fits=always, pays=always, bind=partial(MMA.bind, emulate=LATE))
-    monkeypatch.setattr(engines, "ENGINES", (emulated,))
+    by_plan(monkeypatch, MMA)
     grad, w = (to_device(queue, np.ones(shape), "float16") for shape in ((2, 3, 2, 6), (3, 2, 3, 3)))
     assert ops.conv2d_input_grad(grad, w, (0, 4), Window(pad=(2, 2)), out_dtype="float32").shape == (2, 2, 0, 4)

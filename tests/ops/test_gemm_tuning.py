@@ -38,16 +38,14 @@ _SHAPE = (5, 6, 70)  # of the class 4x8x64
 
 @dataclass(frozen=True)
 class _Pretended(MatrixUnit):
-    """A unit in plain C, which notes the plans by which it computes, and refuses one."""
+    """A unit that notes the plans by which it computes, and refuses one."""
 
     ran: Any = None
 
-    def bind_by(
-        self, a: Any, b: Any, c: Any, epilogue: Any, plan: Plan, *others: Any, **options: Any
-    ) -> Callable[..., None]:
+    def bind_by(self, a: Any, b: Any, c: Any, epilogue: Any, plan: Plan, *others: Any) -> Callable[..., None]:
         if plan == _REFUSED:
             raise cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")
-        compute = super().bind_by(a, b, c, epilogue, plan, *others, **{**options, "emulate": 1})
+        compute = super().bind_by(a, b, c, epilogue, plan, *others)
         return lambda *tensors: (self.ran.append(plan), compute(*tensors))[1]
 
 
@@ -57,7 +55,7 @@ def unit(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
     for module in (engines, matrix_units, verified):
         monkeypatch.setattr(module, "capabilities", lambda queue: device)
-    unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), more=(_REFUSED, _OTHER))), ran=[])
+    unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), more=(_REFUSED, _OTHER), emulate=1)), ran=[])
     monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
     monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
     monkeypatch.setattr(trials, "_verdicts", {})
@@ -254,10 +252,6 @@ def test_candidates_compute_right_in_plain_c(
 ) -> None:
     if plan.threads > capabilities(queue).max_work_group or plan.local_memory_bytes > queue.device.local_mem_size:
         pytest.skip("too large for this device")
-
-    def compute(*args: Any) -> None:
-        unit.compute(*args, emulate=1)
-
     number = unit.more.index(plan)
     monkeypatch.setattr("clamp.ops.gemm.matrix_units.cases", lambda *of: [next(cases(*of))])
-    assert computes_right(compute, plan, number, queue, unit.dtypes)
+    assert computes_right(replace(unit, emulate=1).compute, plan, number, queue, unit.dtypes)

@@ -67,7 +67,7 @@ def emulate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, unit: Matri
     usual = INSTRUCTIONS if unit is tiled or unit.may_work(capabilities(queue)) else LATE
 
     def make(plan: Plan, slices: int = 1, *, copies: int = usual) -> str:
-        return by_plan(monkeypatch, unit, plan, slices, **{} if unit is tiled else {"emulate": copies})
+        return by_plan(monkeypatch, unit if unit is tiled else replace(unit, emulate=copies), plan, slices)
 
     return make
 

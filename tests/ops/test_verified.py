@@ -27,14 +27,14 @@ _LARGE, _SMALL = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1))
 
 @dataclass(frozen=True)
 class _Pretended(MatrixUnit):
-    """An engine in plain C, but for what ``instead`` does."""
+    """An engine that does something else before."""
 
     instead: Callable[..., None] | None = None
 
-    def bind_by(self, *product: Any, **options: Any) -> Callable[..., None]:
+    def bind_by(self, *product: Any) -> Callable[..., None]:
         if self.instead is not None:
             self.instead(*product)
-        return super().bind_by(*product, **{**options, "emulate": 1})
+        return super().bind_by(*product)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
 
     def make(instead: Callable[..., None] | None = None) -> MatrixUnit:
-        unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL))), instead=instead)
+        unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), emulate=1)), instead=instead)
         monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
         monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
         monkeypatch.setattr(trials, "resolve_name", lambda where: unit)

@@ -65,30 +65,34 @@ class MatrixAttention(Verified):
         return computes_right(self, plan, queue, _DTYPES)
 
     def forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None,
-        *, emulate: int = 0,
-    ) -> None:  # fmt: skip
-        """Writes the result over ``out`` and the log-sum-exps over ``lse``, by the problem's plan if none is given.
-        ``emulate`` as in kernels/async_copy.clh."""
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None
+    ) -> None:
+        """Writes the result over ``out`` and the log-sum-exps over ``lse``, by the problem's plan if none is given."""
         plan = plan or self.plan(problem)
         FORWARD(
             q.queue, *_launch(problem, plan), q, k, v, out, lse, *_extents(problem),
-            EMULATE=emulate, **_macros(problem, plan.rows, plan.columns),
+            **self._macros(problem, plan.rows, plan.columns),
         )  # fmt: skip
 
     def backward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients,
-        plan: Plan | None = None, delta: Tensor | None = None, *, emulate: int = 0,
+        plan: Plan | None = None, delta: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes the gradients of q, k and v over ``grads``; sums of weight times slope over ``delta`` (B, H, T),
-        float32, if that is given. ``plan`` and ``emulate`` as of `forward`."""
+        float32, if that is given. ``plan`` as of `forward`."""
         (dq, dk, dv), plan = grads, plan or self.plan(problem)
         delta = bridge.empty(q.queue, q.shape[:3], "float32") if delta is None else delta
         queue, sizes, extents = q.queue, _launch(problem, plan), _extents(problem)
-        built = _macros(problem, plan.rows, plan.columns // 2) | {"EMULATE": emulate}  # there are two own tiles
+        built = self._macros(problem, plan.rows, plan.columns // 2)  # there are two own tiles
         DELTA(queue, *sizes, q, k, v, grad, lse, delta, *extents, DELTA=1, **built)
         BACKWARD_Q(queue, *sizes, q, k, v, grad, lse, delta, dq, *extents, **built)
         BACKWARD_KV(queue, *sizes, q, k, v, grad, lse, delta, dk, dv, *extents, **built)
+
+    def _macros(self, problem: Problem, rows: int, columns: int) -> dict[str, object]:
+        return {
+            "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
+            "ALIGNED": int(problem.width % 8 == 0), "EMULATE": self.emulate,
+        }  # fmt: skip
 
 
 def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:
@@ -98,13 +102,6 @@ def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:
 
 def _extents(problem: Problem) -> tuple[int, int, float, bool]:
     return problem.length, problem.width, problem.scale, problem.causal
-
-
-def _macros(problem: Problem, rows: int, columns: int) -> dict[str, object]:
-    return {
-        "IN_T": problem.storage[0], "ROWS": rows, "COLUMNS": columns, "WIDTH": -(-problem.width // 16) * 16,
-        "ALIGNED": int(problem.width % 8 == 0),
-    }  # fmt: skip
 
 
 def computes_right(engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:

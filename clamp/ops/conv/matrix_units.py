@@ -87,14 +87,12 @@ class MatrixConv(Verified):
         return computes_right(self, plan, queue, self.unit.dtypes)
 
     def bind(
-        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None,
-        emulate: int = 0,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
+        self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
         """Convolutions or input gradients of tensors like these; see `clamp.ops.conv.engines.Binds`.
 
         Args:
             plan: the best of those that are verified if none is given.
-            emulate: as in kernels/matrix_product.clh.
         """
         (shapes, (rows, columns)), groups, layout = problem.correlations, weights.groups, _Weights.of(weights)
         if plan is None:
@@ -106,7 +104,7 @@ class MatrixConv(Verified):
         steps = weights.rows * groups * height * width, height * width, rows * width, columns
         is_empty = x.size == 0
         image = 0 if is_empty else weights.channels  # one without pixels is all padding: sums of nothing
-        kernel, macros = self._built(self.conv, x.dtype, plan, emulate)
+        kernel, macros = self._built(self.conv, x.dtype, plan)
         launches = []
         for number, shape in enumerate(shapes):
             positions, k = problem.images * shape.positions, image * shape.taps
@@ -131,9 +129,8 @@ class MatrixConv(Verified):
         return run
 
     def bind_weight_gradient(
-        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan | None = None, slices: int = 1,
-        emulate: int = 0,
-    ) -> Callable[[Tensor, Tensor, Tensor], None]:  # fmt: skip
+        self, problem: Problem, x: Tensor, grad: Tensor, out: Tensor, plan: Plan | None = None, slices: int = 1
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Gradients by the weights of tensors like these, likewise; with a plan in so many slices, whose sums are added
         in their order."""
         shape, groups = problem.forward, problem.window.groups
@@ -146,7 +143,7 @@ class MatrixConv(Verified):
         each, slices = cut(positions, slices, plan.k)
         sums_dtype = out.dtype if slices == 1 else "float32"
         group = problem.channels * shape.source[0] * shape.source[1]
-        kernel, macros = self._built(self.weight_grad, x.dtype, plan, emulate)
+        kernel, macros = self._built(self.weight_grad, x.dtype, plan)
         launch = kernel.bind(
             x.queue, (tiles_of(plan, problem.features, columns) * groups * slices * plan.threads,), (plan.threads,),
             ..., ..., _taps(x.queue.context, shape, problem.channels, _Weights()), ...,
@@ -167,10 +164,10 @@ class MatrixConv(Verified):
 
         return run
 
-    def _built(self, kernel: Kernel, dtype: str, plan: Plan, emulate: int) -> tuple[Kernel, dict[str, Any]]:
+    def _built(self, kernel: Kernel, dtype: str, plan: Plan) -> tuple[Kernel, dict[str, Any]]:
         """The kernel, and macros that say what it multiplies, and how."""
-        how = {"IN_T": bridge.STORAGE[dtype], "FULL": 0, "EMULATE": emulate}
-        return kernel.in_plain_c if emulate else kernel, {**how, **plan.macros, **dict(self.unit.options)}
+        how = {"IN_T": bridge.STORAGE[dtype], "FULL": 0, "EMULATE": self.emulate}
+        return kernel.in_plain_c if self.emulate else kernel, {**how, **plan.macros, **dict(self.unit.options)}
 
 
 def _is_countable(problem: Problem) -> bool:

@@ -97,28 +97,24 @@ class MatrixUnit(Verified):
         """Returns whether small products come out right by a plan."""
         return computes_right(self.compute, plan, self.plans.index(plan), queue, self.dtypes)
 
-    def compute(
-        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
-    ) -> None:
+    def compute(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty, by a given plan (see
         `bind_by`)."""
-        product = self.bind_by(a, b, c, epilogue, plan, slices, emulate=emulate)
-        product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
+        self.bind_by(a, b, c, epilogue, plan, slices)(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
 
     def bind_by(
-        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1, *, emulate: int = 0
+        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1
     ) -> Callable[..., None]:
         """As `bind`, by a given plan.
 
         Args:
             slices: at most so many parts of k are summed by themselves, in float32, and then added in their order.
-            emulate: 0 on GPUs with the instruction; 1 and 2 in plain C, as kernels/matrix_product.clh says.
         """
         slice_k, _ = cut(a.k, slices, plan.k)
         # whether every tile lies inside of the matrices, at every step
         is_full = a.k > 0 and a.rows % plan.rows == b.rows % plan.columns == a.k % slice_k == 0
-        macros = {"IN_T": a.storage, "FULL": int(is_full), "EMULATE": emulate, **dict(self.options)}
-        kernel = self.kernel.in_plain_c if emulate else self.kernel
+        macros = {"IN_T": a.storage, "FULL": int(is_full), "EMULATE": self.emulate, **dict(self.options)}
+        kernel = self.kernel.in_plain_c if self.emulate else self.kernel
         return in_tiles.bind(kernel, macros, a, b, c, epilogue, plan, slices)
 
 
