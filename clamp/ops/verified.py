@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,8 +44,16 @@ class Verified(ABC):
         """Its kernels."""
 
     @abstractmethod
+    def cases(self, plan: Plan) -> Iterable[tuple[Any, ...]]:
+        """The small problems of a plan's trial."""
+
+    @abstractmethod
+    def computes(self, plan: Plan, queue: cl.CommandQueue, *case: Any) -> bool:
+        """Returns whether one of them comes out right by a plan."""
+
     def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Returns whether small problems come out right by a plan."""
+        """Returns whether all of them do."""
+        return all(self.computes(plan, queue, *case) for case in self.cases(plan))
 
     def verified_plans(self, queue: cl.CommandQueue) -> tuple[Plan, ...]:
         """The plans by which it computes right on the queue's device."""

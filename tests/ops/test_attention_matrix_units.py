@@ -16,7 +16,6 @@ from clamp.opencl import trials
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as ops
 from clamp.ops import verified
-from clamp.ops.attention import matrix_units
 from clamp.ops.attention.matrix_units import MMA
 from clamp.ops.attention.problem import Problem
 from clamp.ops.gemm.plan import Plan
@@ -87,7 +86,8 @@ def test_shapes(queue: cl.CommandQueue, emulate: Callable[..., None], width: int
 @pytest.mark.parametrize(("plan", "dtype"), [*zip(MMA.plans, HALF_DTYPES, strict=True)], ids=str)
 def test_plans_of_gpus(queue: cl.CommandQueue, plan: Plan, dtype: str) -> None:
     """The trials themselves, in plain C."""
-    assert matrix_units.computes_right(replace(MMA, emulate=AT_ONCE), plan, queue, [dtype])
+    engine = replace(MMA, emulate=AT_ONCE)
+    assert all(engine.computes(plan, queue, *case) for case in engine.cases(plan) if case[0] == dtype)
 
 
 @pytest.mark.slow

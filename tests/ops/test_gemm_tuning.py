@@ -23,7 +23,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops import verified
 from clamp.ops.gemm import engines, gemm, matrix_units, tiled, tuning
 from clamp.ops.gemm.engines import MATRIX_UNITS
-from clamp.ops.gemm.matrix_units import MMA, MatrixUnit, cases, computes_right
+from clamp.ops.gemm.matrix_units import MMA, MatrixUnit, cases
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.tuning import Tuning, size_class, winner_of
 from tests.launches import forget_prepared_launches
@@ -252,6 +252,5 @@ def test_candidates_compute_right_in_plain_c(
 ) -> None:
     if plan.threads > capabilities(queue).max_work_group or plan.local_memory_bytes > queue.device.local_mem_size:
         pytest.skip("too large for this device")
-    number = unit.more.index(plan)
     monkeypatch.setattr("clamp.ops.gemm.matrix_units.cases", lambda *of: [next(cases(*of))])
-    assert computes_right(replace(unit, emulate=1).compute, plan, number, queue, unit.dtypes)
+    assert replace(unit.candidates, emulate=1).computes_right(plan, queue)

@@ -6,9 +6,8 @@ plain C (``emulate``) on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,9 +59,31 @@ class MatrixAttention(Verified):
         """Returns whether every plan is: each is for heads of some width."""
         return self.verified_plans(queue) == self.plans
 
-    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Returns whether a small attention comes out right by a plan."""
-        return computes_right(self, plan, queue, _DTYPES)
+    def cases(self, plan: Plan) -> Iterator[tuple[str, int, bool]]:
+        """Small attentions in each type, with a causal mask and without, of rows of whole pieces of 16 bytes and of
+        others."""
+        for dtype in _DTYPES:
+            yield dtype, plan.k, True
+            yield dtype, plan.k - 16, False
+            yield dtype, plan.k - 3, True
+
+    def computes(self, plan: Plan, queue: cl.CommandQueue, *case: Any) -> bool:
+        """Returns whether one of them, with its gradients, comes out right by a plan."""
+        dtype, width, causal = case
+        shape = (2, 2 * plan.rows + 3, width)
+        # Eighths are exact in every type; scores that differ by some ones let few keys count much.
+        numbers = np.random.default_rng(0).integers(-8, 9, (4, *shape)) / 8
+        scale = 8 / width**0.5
+        expected = _attention(numbers, causal, scale)
+        found: list[Any] = [DeviceMatrix.like(queue, np.full(x.shape, 99), "float32") for x in expected]
+        delta: Any = DeviceMatrix.like(queue, np.full(shape[:2], 99), "float32")
+        q, k, v, grad = (DeviceMatrix.like(queue, x, dtype) for x in numbers)
+        problem = Problem(*shape, causal, scale, (bridge.STORAGE[dtype],) * 4, capabilities(queue))
+        out, lse, *grads = found
+        self.forward(problem, q, k, v, out, lse, plan)
+        self.backward(problem, q, k, v, lse, grad, tuple(grads), plan, delta)
+        pairs = zip(found, expected, strict=True)
+        return all(np.abs(x.to_host() - y).max() <= _CLOSE * np.abs(y).max() for x, y in pairs)  # a NaN is not
 
     def forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan | None = None
@@ -102,33 +123,6 @@ def _launch(problem: Problem, plan: Plan) -> tuple[tuple[int], tuple[int]]:
 
 def _extents(problem: Problem) -> tuple[int, int, float, bool]:
     return problem.length, problem.width, problem.scale, problem.causal
-
-
-def computes_right(engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
-    """Returns whether attention and its gradients come out right by a plan, in each type, with a causal mask and
-    without, of rows of whole pieces of 16 bytes and of others."""
-    cases = product(dtypes, ((plan.k, True), (plan.k - 16, False), (plan.k - 3, True)))
-    return all(_computes(engine, plan, queue, dtype, width, causal) for dtype, (width, causal) in cases)
-
-
-def _computes(
-    engine: MatrixAttention, plan: Plan, queue: cl.CommandQueue, dtype: str, width: int, causal: bool
-) -> bool:
-    shape = (2, 2 * plan.rows + 3, width)
-    # Eighths are exact in every type; scores that differ by some ones let few keys count much.
-    numbers = np.random.default_rng(0).integers(-8, 9, (4, *shape)) / 8
-    scale = 8 / width**0.5
-    expected = _attention(numbers, causal, scale)
-    found: list[Any] = [DeviceMatrix.like(queue, np.full(x.shape, 99), "float32") for x in expected]
-    delta: Any = DeviceMatrix.like(queue, np.full(shape[:2], 99), "float32")
-    q, k, v, grad = (DeviceMatrix.like(queue, x, dtype) for x in numbers)
-    storage = (bridge.STORAGE[dtype],) * 4
-    problem = Problem(*shape, causal, scale, storage, capabilities(queue))
-    out, lse, *grads = found
-    engine.forward(problem, q, k, v, out, lse, plan)
-    engine.backward(problem, q, k, v, lse, grad, tuple(grads), plan, delta)
-    close = (np.abs(x.to_host() - y).max() <= _CLOSE * np.abs(y).max() for x, y in zip(found, expected, strict=True))
-    return all(close)  # a NaN is not
 
 
 def _attention(numbers: Array, causal: bool, scale: float) -> tuple[Array, ...]:

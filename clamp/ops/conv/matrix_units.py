@@ -7,7 +7,7 @@ and run in plain C (``emulate``) on any device, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -82,9 +82,34 @@ class MatrixConv(Verified):
         """Its kernels."""
         return self.conv, self.weight_grad
 
-    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Returns whether small convolutions and their gradients come out right by a plan."""
-        return computes_right(self, plan, queue, self.unit.dtypes)
+    def cases(self, plan: Plan) -> Iterator[tuple[str, Pair, Window]]:
+        """Small convolutions and their gradients, in each type, with a stride and without."""
+        for dtype in self.unit.dtypes:
+            yield dtype, (9, 8), Window(pad=(1, 1))
+            yield dtype, (8, 8), Window((2, 2), (1, 1), groups=2)
+
+    def computes(self, plan: Plan, queue: cl.CommandQueue, *case: Any) -> bool:
+        """Returns whether one of them, with its gradients, comes out right by a plan."""
+        dtype, image, window = case
+        numbers = np.random.default_rng(0)
+        n, c, f = 3, 24, plan.rows // 2 + 8
+        x = numbers.integers(-1, 2, (n, c * window.groups, *image))
+        w = numbers.integers(-1, 2, (f * window.groups, c, 3, 3))
+        grad = numbers.integers(-1, 2, (n, f * window.groups, *window.output(image, (3, 3))))
+        out, dx, dw = _with_gradients(x, w, grad, window)
+        for gradient, expected in (("", out), ("input", dx), ("weights", dw)):
+            problem = Problem(gradient, (dtype, dtype), "float32", n, image, w.shape, window, capabilities(queue))
+            found: Any = DeviceMatrix.like(queue, np.full(expected.shape, 99), "float32")
+            xs, ws, grads = (DeviceMatrix.like(queue, host, dtype) for host in (x, w, grad))
+            if gradient == "weights":
+                self.bind_weight_gradient(problem, xs, grads, found, plan)(xs, grads, found)
+            else:
+                weights = Weights(ws, window.groups, gradient == "input")
+                source = grads if gradient else xs
+                self.bind(problem, source, weights, found, Epilogue("float32"), plan)(source, ws, found, found)
+            if not np.array_equal(found.to_host(), expected):
+                return False
+        return True
 
     def bind(
         self, problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue, plan: Plan | None = None
@@ -224,37 +249,6 @@ def _reads(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _elements(axis: TapAxis) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The kernel element of each tap."""
     return axis.taps.first + np.arange(axis.taps.count) * axis.taps.step
-
-
-def computes_right(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtypes: Sequence[str]) -> bool:
-    """Returns whether convolutions and their gradients come out right by a plan, in each type, with a stride and
-    without."""
-    cases = (((9, 8), Window(pad=(1, 1))), ((8, 8), Window((2, 2), (1, 1), groups=2)))
-    return all(
-        _computes(engine, plan, queue, dtype, image, window) for dtype, (image, window) in product(dtypes, cases)
-    )
-
-
-def _computes(engine: MatrixConv, plan: Plan, queue: cl.CommandQueue, dtype: str, image: Pair, window: Window) -> bool:
-    numbers = np.random.default_rng(0)
-    n, c, f = 3, 24, plan.rows // 2 + 8
-    x = numbers.integers(-1, 2, (n, c * window.groups, *image))
-    w = numbers.integers(-1, 2, (f * window.groups, c, 3, 3))
-    grad = numbers.integers(-1, 2, (n, f * window.groups, *window.output(image, (3, 3))))
-    out, dx, dw = _with_gradients(x, w, grad, window)
-    for gradient, expected in (("", out), ("input", dx), ("weights", dw)):
-        problem = Problem(gradient, (dtype, dtype), "float32", n, image, w.shape, window, capabilities(queue))
-        found: Any = DeviceMatrix.like(queue, np.full(expected.shape, 99), "float32")
-        xs, ws, grads = (DeviceMatrix.like(queue, host, dtype) for host in (x, w, grad))
-        if gradient == "weights":
-            engine.bind_weight_gradient(problem, xs, grads, found, plan)(xs, grads, found)
-        else:
-            weights = Weights(ws, window.groups, gradient == "input")
-            source = grads if gradient else xs
-            engine.bind(problem, source, weights, found, Epilogue("float32"), plan)(source, ws, found, found)
-        if not np.array_equal(found.to_host(), expected):
-            return False
-    return True
 
 
 def _with_gradients(x: Array, w: Array, grad: Array, window: Window) -> tuple[Array, Array, Array]:

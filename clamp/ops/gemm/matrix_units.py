@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyopencl as cl
@@ -93,9 +93,21 @@ class MatrixUnit(Verified):
         yield from self.verified_plans(queue)
         yield from self.candidates.verified_plans(queue) if self.more else ()
 
-    def computes_right(self, plan: Plan, queue: cl.CommandQueue) -> bool:
-        """Returns whether small products come out right by a plan."""
-        return computes_right(self.compute, plan, self.plans.index(plan), queue, self.dtypes)
+    def cases(self, plan: Plan) -> Iterator[Case]:
+        """Small products, of each type and layout."""
+        return cases(plan, self.plans.index(plan), self.dtypes)
+
+    def computes(self, plan: Plan, queue: cl.CommandQueue, *case: Any) -> bool:
+        """Returns whether one of them comes out right by a plan."""
+        dtype, transposes, (m, n, k) = case
+        numbers = np.random.default_rng(0)
+        a, b = numbers.integers(-1, 2, (m, k)) * _SMALL, numbers.integers(-1, 2, (k, n))  # exact sums in every type
+        out_dtype = dtype if transposes[0] == transposes[1] else "float32"
+        c: Any = DeviceMatrix.like(queue, np.full((m, n), 99), out_dtype)
+        left: Any = DeviceMatrix.like(queue, a.T if transposes[0] else a, dtype)
+        right: Any = DeviceMatrix.like(queue, b.T if transposes[1] else b, dtype)
+        self.compute(operand_a(left, transposes[0]), operand_b(right, transposes[1]), c, Epilogue(out_dtype), plan)
+        return np.array_equal(c.to_host(), a @ b)
 
     def compute(self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, plan: Plan, slices: int = 1) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty, by a given plan (see
@@ -138,28 +150,6 @@ def cases(plan: Plan, number: int, dtypes: Sequence[str]) -> Iterator[Case]:
     for turn, (dtype, transposes) in enumerate(product(dtypes, product((False, True), (False, True)))):
         over = (0, 8, 8 if plan.aligned else 3)[(turn + number) % 3]
         yield dtype, transposes, (plan.rows + over, plan.columns + over, plan.k * plan.stages + over)
-
-
-def computes_right(
-    compute: Callable[..., None], plan: Plan, number: int, queue: cl.CommandQueue, dtypes: Sequence[str]
-) -> bool:
-    """Returns whether ``compute(a, b, c, epilogue, plan)`` computes a plan's cases."""
-    return all(_computes(compute, plan, queue, *case) for case in cases(plan, number, dtypes))
-
-
-def _computes(
-    compute: Callable[..., None], plan: Plan, queue: cl.CommandQueue, dtype: str, transposes: tuple[bool, bool],
-    shape: tuple[int, int, int],
-) -> bool:  # fmt: skip
-    m, n, k = shape
-    numbers = np.random.default_rng(0)
-    a, b = numbers.integers(-1, 2, (m, k)) * _SMALL, numbers.integers(-1, 2, (k, n))  # sums are exact in every type
-    out_dtype = dtype if transposes[0] == transposes[1] else "float32"
-    c = DeviceMatrix.like(queue, np.full((m, n), 99), out_dtype)
-    left = operand_a(DeviceMatrix.like(queue, a.T if transposes[0] else a, dtype), transposes[0])
-    right = operand_b(DeviceMatrix.like(queue, b.T if transposes[1] else b, dtype), transposes[1])
-    compute(left, right, c, Epilogue(out_dtype), plan)
-    return np.array_equal(c.to_host(), a @ b)
 
 
 # ------------------------------------------------------------------------------------------- one entry an instruction
