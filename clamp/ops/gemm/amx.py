@@ -18,7 +18,7 @@ from clamp import bridge
 from clamp.bridge import STORAGE, Tensor
 from clamp.opencl import amx
 from clamp.opencl.device import Capabilities, capabilities
-from clamp.opencl.program import Kernel, KernelBuildError, Prepared
+from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.plan import blocks_of
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
@@ -41,8 +41,6 @@ _BLOCKS_PER_CORE = 4
 # as extents are: a batch of a few rows more or less is multiplied by the same kernels.
 _SMALL = 5 * 2**19
 
-#: products by packed operands, by all that they depend on besides the content of their operands
-_products = Prepared(256)
 _STREAMED = 2**20  # bytes of a float32 result that is written past the caches
 
 
@@ -106,22 +104,8 @@ def pack(b: Matrix) -> Panels:
     return packed(b, unit_of(capabilities(b.tensor.queue), b.tensor.dtype))
 
 
-def run(a: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    bias_dtype = None if epilogue.bias is None else epilogue.bias.dtype
-    key = (
-        c.context.int_ptr, a.tensor.dtype, a.batch, a.rows, a.k, a.stride_k, b.batch, b.rows, tuple(c.shape),
-        epilogue.out_dtype, bias_dtype, epilogue.relu,
-    )  # fmt: skip
-    product = _products.known.get(key)
-    if product is None:
-        unit = unit_of(capabilities(c.queue), a.tensor.dtype)
-        product = _products.keep(key, Product(a, b, c, epilogue, unit))
-    product(a.tensor, b.tensor, c, epilogue.bias_or(c), c)
-
-
 def bind(
-    a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+    a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
 ) -> Callable[..., None]:
     """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
     return Product(a, b, c, epilogue, unit_of(capabilities(c.queue), reads or a.tensor.dtype), copies)

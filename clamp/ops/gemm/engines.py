@@ -16,24 +16,28 @@ from clamp.ops.verified import names_of_verified
 
 
 class Packs(engine.Engine[Problem], Protocol):
-    """A way to compute a product whose op(B) takes another form before."""
+    """A way to compute a product whose op(B) may take another form before."""
 
     def pack(self, b: Matrix) -> Any:
-        """op(B) as `run` takes it: it pays to do that once for several products."""
+        """op(B) in that form: it pays to make it once for several products."""
+
+
+class Runs(engine.Engine[Problem], Protocol):
+    """A way to compute a product of an op(B) that is packed."""
 
     def run(self, a: Matrix, b: Any, c: Tensor, epilogue: Epilogue) -> None:
         """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
 
 
 class Binds(engine.Engine[Problem], Protocol):
-    """A way to compute a product of operands as they lie."""
+    """A way to compute a product of operands as they lie, or of an op(B) that is packed, where it ``Packs``."""
 
     @property
     def ROUNDS(self) -> bool:
         """Returns whether it may round float32 operands as it reads."""
 
     def bind(
-        self, a: Matrix, b: Matrix, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+        self, a: Matrix, b: Any, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
     ) -> Callable[..., None]:
         """All products of operands that lie as these do, this thread's: called with the tensors a, b, c, which is not
         empty, bias, which is c where there is none, and b's copy, likewise.
@@ -44,8 +48,7 @@ class Binds(engine.Engine[Problem], Protocol):
         """
 
 
-#: some are both
-GemmEngine: TypeAlias = Packs | Binds
+GemmEngine: TypeAlias = Runs | Binds
 
 #: the first that fits and pays runs
 ENGINES: tuple[GemmEngine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
@@ -63,7 +66,7 @@ def packs(engine: GemmEngine) -> TypeGuard[Packs]:
 
 
 def binds(engine: GemmEngine) -> TypeGuard[Binds]:
-    """Returns whether it does; it packs otherwise."""
+    """Returns whether it does; it runs otherwise."""
     return hasattr(engine, "bind")
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
 from clamp.ops.gemm.amx import expect
-from clamp.ops.gemm.engines import GemmEngine, binds, choose, packs, problem_on
+from clamp.ops.gemm.engines import GemmEngine, Runs, binds, choose, packs, problem_on
 from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.problem import DTYPES, Epilogue, Matrix, Problem, operand_a, operand_b
 
@@ -37,6 +38,12 @@ class PackedB:
     problem: Problem
     engine: GemmEngine
     matrix: Panels | Matrix
+
+    @cached_property
+    def layout(self) -> tuple[Any, ...]:
+        """All that a product depends on of it, besides its content."""
+        extents = [value for name, value in vars(self.matrix).items() if name != "tensor"]
+        return self.engine.NAME, type(self.matrix), self.matrix.tensor.dtype, *extents
 
     @property
     def nbytes(self) -> int:
@@ -70,29 +77,31 @@ def gemm(
     if isinstance(b, PackedB):
         if transpose_b or engine not in (None, b.engine.NAME):
             raise ValueError("gemm: b is packed already; give transpose and engine to pack_b instead")
-        return _product(a, b, transpose_a, False, out_dtype, bias, relu, None, None, None, None)
-    # An engine that reads both in place launches the same kernel for all products like this one.
+        right, of_b, reads, b_copy = b.matrix.tensor, b.layout, None, None
+    else:
+        right, of_b = b, (tuple(b.shape), b.dtype)
+    # Many engines launch the same kernels for all products like this one.
     how = transpose_a, transpose_b, out_dtype, relu, engine, None if bias is None else (*bias.shape, bias.dtype)
-    key = (a.context.int_ptr, tuple(a.shape), a.dtype, tuple(b.shape), b.dtype, *how, reads, b_copy is None)
+    key = (a.context.int_ptr, tuple(a.shape), a.dtype, of_b, *how, reads, b_copy is None)
     bound = _bound.known.get(key)
-    if bound is None or a.queue is not b.queue or not (bias is None or bias.queue is a.queue):
+    if bound is None or a.queue is not right.queue or not (bias is None or bias.queue is a.queue):
         return _product(a, b, transpose_a, transpose_b, out_dtype, bias, relu, engine, reads, b_copy, key)
     shape, launch = bound
     c = bridge.empty(a.queue, shape, out_dtype)
-    launch(a, b, c, c if bias is None else bias, c if b_copy is None else b_copy)
+    launch(a, right, c, c if bias is None else bias, c if b_copy is None else b_copy)
     if b_copy is not None:
-        tell(b, b_copy)
+        tell(right, b_copy)
     return c
 
 
 def _product(
     a: Tensor, b: Tensor | PackedB, transpose_a: bool, transpose_b: bool, out_dtype: str, bias: Tensor | None,
-    relu: bool, engine: str | None, reads: str | None, b_copy: Tensor | None, key: tuple[Any, ...] | None,
+    relu: bool, engine: str | None, reads: str | None, b_copy: Tensor | None, key: tuple[Any, ...],
 ) -> Tensor:  # fmt: skip
     """`gemm`, step by step.
 
     Args:
-        key: under which the launch is kept if there will be another one like it.
+        key: under which the launch is kept.
     """
     left = _matrix("gemm", "a", a, transpose_a, operand_a)
     right = b.matrix if isinstance(b, PackedB) else _matrix("gemm", "b", b, transpose_b, operand_b)
@@ -117,16 +126,14 @@ def _product(
         raise ValueError(
             f"gemm: the engine {chosen.NAME} reads operands as they are stored: cast a and b to {reads} first"
         )
-    if binds(chosen) and isinstance(right, Matrix):
+    if binds(chosen):
         launch = chosen.bind(left, right, c, epilogue, reads, b_copy is not None)
-        if key is not None:
-            _bound.keep(key, (c.shape, launch))
+        _bound.keep(key, (c.shape, launch))
         launch(a, right.tensor, c, epilogue.bias_or(c), c if b_copy is None else b_copy)
         if b_copy is not None:
             tell(right.tensor, b_copy)
     else:
-        assert packs(chosen)
-        chosen.run(left, b.matrix if isinstance(b, PackedB) else chosen.pack(operand_b(b, transpose_b)), c, epilogue)
+        cast(Runs, chosen).run(left, _packed(chosen, right), c, epilogue)
     return c
 
 
@@ -147,7 +154,12 @@ def pack_b(
     right = _matrix("pack_b", "b", b, transpose, operand_b)
     problem = _problem(right, a_dtype or b.dtype, rows, None)
     chosen = choose(problem, engine)
-    return PackedB(problem, chosen, chosen.pack(right) if packs(chosen) else right)
+    return PackedB(problem, chosen, _packed(chosen, right))
+
+
+def _packed(engine: GemmEngine, right: Matrix | Panels) -> Matrix | Panels:
+    """op(B) as the engine takes it, if it is not so already."""
+    return engine.pack(right) if isinstance(right, Matrix) and packs(engine) else right
 
 
 def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
