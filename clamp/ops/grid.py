@@ -42,12 +42,11 @@ def grid_sample(
     Places go across and down, -1 .. 1 from edge to edge of the image (with ``align_corners`` from centre to centre of
     its outer pixels). NaN samples NaN; what lies outside, however far, samples the padding.
     """
-    _check(x.shape, grid.shape, padding_mode)
+    positions, span, macros = _sampling(x.queue, x.shape, grid.shape, padding_mode)
     n, c, h, w = x.shape
     out = bridge.empty(x.queue, (n, c, *grid.shape[1:3]), out_dtype)
     if out.size == 0:
         return out
-    positions, span = prod(grid.shape[1:3]), _span(x.queue)
     spans = -(-positions // span)
     block = _block(x.queue, n * spans, c)
     blocks = -(-c // block)
@@ -55,7 +54,7 @@ def grid_sample(
     each = _each(x.queue, units, span * block)
     GRID_SAMPLE(
         x.queue, *launch(x.queue, -(-units // each)), x, grid, out, c, h, w, positions, int(align_corners), block,
-        blocks, spans, each, units, BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
+        blocks, spans, each, units, **macros,
     )  # fmt: skip
     return out
 
@@ -64,18 +63,17 @@ def grid_sample_backward_grid(
     grad: Tensor, x: Tensor, grid: Tensor, padding_mode: str = "zeros", align_corners: bool = False, *, out_dtype: str
 ) -> Tensor:
     """Gradient of ``grid_sample`` with respect to its grid; summed over channels in fp32."""
-    _check(x.shape, grid.shape, padding_mode)
+    positions, span, macros = _sampling(x.queue, x.shape, grid.shape, padding_mode)
     require_gradient("grid_sample", grad, (*x.shape[:2], *grid.shape[1:3]))
     out = bridge.empty(x.queue, grid.shape, out_dtype)
     if out.size == 0:
         return out
     n, c, h, w = x.shape
-    positions, span = prod(grid.shape[1:3]), _span(x.queue)
     spans = -(-positions // span)
     each = _each(x.queue, n * spans, span * max(c, 1))
     GRID_SAMPLE_BACKWARD_GRID(
         x.queue, *launch(x.queue, -(-n * spans // each)), grad, x, grid, out, c, h, w, positions, int(align_corners),
-        spans, each, n * spans, BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
+        spans, each, n * spans, **macros,
     )  # fmt: skip
     return out
 
@@ -90,15 +88,13 @@ def grid_sample_backward_input(
     same bits every time, without atomics, and nothing to sort. (Sorting positions by pixel would give a GPU more
     work-items, but needs several launches and room for every position.)
     """
-    _check(shape, grid.shape, padding_mode)
+    positions, _, macros = _sampling(grad.queue, shape, grid.shape, padding_mode)
     require_gradient("grid_sample", grad, (*shape[:2], *grid.shape[1:3]))
     out = bridge.empty(grad.queue, shape, "float32")
     if out.size:
         n, c, h, w = shape
-        span = _span(grad.queue)
         block, band = _ownership(grad.queue, n, c, h)
         blocks, bands = -(-c // block), -(-h // band)
-        positions = prod(grid.shape[1:3])
         interval = max(_SUMMED, h * w)  # moving the sums on takes no longer than forming them
         if positions <= 2 * interval:
             interval, recent = positions, out
@@ -107,7 +103,7 @@ def grid_sample_backward_input(
         GRID_SAMPLE_BACKWARD_INPUT(
             grad.queue, *launch(grad.queue, n * blocks * bands), grad, grid, out, recent, interval, c, h, w, positions,
             int(align_corners), block, blocks, band, bands, n * blocks * bands,
-            X_T=bridge.STORAGE[grad.dtype], BORDER=PADDING_MODES.index(padding_mode), SPAN=span,
+            X_T=bridge.STORAGE[grad.dtype], **macros,
         )  # fmt: skip
     return cast(out, out_dtype)
 
@@ -173,7 +169,14 @@ def rotation_backward(grad: Tensor, angles: Tensor, *, out_dtype: str) -> Tensor
 # ---------------------------------------------------------------------------------------------------- plans
 
 
-def _check(shape: Sequence[int], grid: Sequence[int], padding_mode: str) -> None:
+def _sampling(
+    queue: cl.CommandQueue, shape: Sequence[int], grid: Sequence[int], padding_mode: str
+) -> tuple[int, int, dict[str, int]]:
+    """Positions of an image, those that a work-item takes at a time, and macros of the kernels.
+
+    Raises:
+        ValueError: what cannot be sampled.
+    """
     if padding_mode not in PADDING_MODES:
         raise ValueError(f"unsupported padding_mode {padding_mode!r}, expected one of {PADDING_MODES}")
     if len(shape) != 4:
@@ -184,11 +187,8 @@ def _check(shape: Sequence[int], grid: Sequence[int], padding_mode: str) -> None
         raise ValueError(f"grid_sample: an input of shape {tuple(shape)} has no pixels to sample")
     if shape[2] * shape[3] >= 2**31:
         raise ValueError(f"grid_sample: planes of {shape[2]} x {shape[3]} elements are too large")
-
-
-def _span(queue: cl.CommandQueue) -> int:
-    """Positions that a work-item takes at a time."""
-    return 16 if capabilities(queue).is_cpu else 1
+    span = 16 if capabilities(queue).is_cpu else 1
+    return prod(grid[1:3]), span, {"BORDER": PADDING_MODES.index(padding_mode), "SPAN": span}
 
 
 def _block(queue: cl.CommandQueue, spans: int, channels: int) -> int:
