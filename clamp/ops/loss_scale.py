@@ -81,7 +81,15 @@ class AppliedScale:
     def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
         """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
         with scale_lock:
-            return _multiply(x, out_dtype, self.buffer(x.queue))
+            state, y = self.buffer(x.queue), bridge.empty(x.queue, x.shape, out_dtype)
+            if size := x.size:
+                key = (x.context.int_ptr, x.dtype, out_dtype, size)
+                launch = _multiplications.known.get(key)
+                if launch is None:
+                    types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
+                    launch = _multiplications.keep(key, MULTIPLY.bind(x.queue, (size,), (1,), ..., ..., ..., **types))
+                launch(x.queue, x.buffer, y.buffer, state)
+            return y
 
     def divide(self, x: Tensor) -> Tensor:
         """``x / scale`` in float32, elsewhere. Whether anything is inf or nan is noted nowhere."""
@@ -160,10 +168,6 @@ class DeviceState:
                 applied.keep(self._home[0])
         self._applied = None
 
-    def multiply(self, x: Tensor, out_dtype: str) -> Tensor:
-        """``x * scale`` in ``out_dtype``, of x's shape; both float32, float16 or bfloat16."""
-        return _multiply(x, out_dtype, self.buffer(x.queue))
-
     def launch(self, kernel: Kernel, *scalars: float) -> None:
         """Runs ``ASSIGN``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
@@ -213,18 +217,6 @@ class DeviceState:
                 require_answer(queue)
             cl.enqueue_copy(queue, words, buffer)
         return words
-
-
-def _multiply(x: Tensor, out_dtype: str, state: cl.Buffer) -> Tensor:
-    y = bridge.empty(x.queue, x.shape, out_dtype)
-    if size := x.size:
-        key = (x.context.int_ptr, x.dtype, out_dtype, size)
-        launch = _multiplications.known.get(key)
-        if launch is None:
-            types = {"X_T": bridge.STORAGE[x.dtype], "Y_T": bridge.STORAGE[out_dtype]}
-            launch = _multiplications.keep(key, MULTIPLY.bind(x.queue, (size,), (1,), ..., ..., ..., **types))
-        launch(x.queue, x.buffer, y.buffer, state)
-    return y
 
 
 def _assign(words: Words, fields: Mapping[str, float]) -> None:

@@ -169,7 +169,7 @@ class LossScale(bridge.Listed):
             ValueError: it is on another queue than before.
         """
         _check_dtype(loss.dtype)
-        return self._state.multiply(loss, "float32")
+        return self.applied().multiply(loss, "float32")
 
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None
