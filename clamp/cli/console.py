@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 
@@ -19,6 +20,12 @@ def make_console() -> Console:
     In a pipe or file, where rich would assume 80 columns, it is wide enough for tables.
     """
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_WIDTH)
+
+
+def table_of(words: Iterable[str], figures: Iterable[str], title: str, caption: str | None = None) -> Table:
+    """A table with these columns, of which the second ones stand to the right and are not wrapped."""
+    columns = (Column(name, justify="right", no_wrap=True) for name in figures)
+    return Table(*words, *columns, title=title, caption=caption)
 
 
 def print_fitting(console: Console, table: Table) -> None:

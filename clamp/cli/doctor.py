@@ -232,7 +232,7 @@ def gains_of(device: cl.Device, seconds: float) -> Gains:
     race = interleave(turns, Effort(rounds=4, seconds=each, least=1, most=12, patience=each))
     for name, why in race.failures.items():
         raise RuntimeError(f"a {name.replace(' ', ' in ')} failed: {why}")
-    best = {name: timing.best for name, timing in race.timings.items()}
+    best = {name: min(taken) for name, taken in race.seconds.items()}
 
     def gain(work: str, dtype: str) -> float:
         return best[f"{work} float32"] / best[f"{work} {dtype}"]

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 
 import pyopencl as cl
 from rich.console import Console
-from rich.table import Table
 
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.cli import INTERRUPTED, NOT_KEPT
 from clamp.cli.bench.report import json_file, write_json
 from clamp.cli.bench.timing import QUICK, interleave, random_tensor
-from clamp.cli.console import make_console, print_fitting
+from clamp.cli.console import make_console, print_fitting, table_of
 from clamp.cli.devices import choose_device, describe, slug
 from clamp.debug.profiler import Profiler
 from clamp.opencl import trials
@@ -107,15 +107,13 @@ def _seconds(
     race = interleave({str(plan): partial(turn, plan) for plan in plans}, QUICK)
     if race.interrupted:
         raise KeyboardInterrupt
-    return {name: timing.median for name, timing in race.timings.items()}, str(unit.usual_plan(a, b, c))
+    return {name: median(seconds) for name, seconds in race.seconds.items()}, str(unit.usual_plan(a, b, c))
 
 
 def print_tuning(console: Console, found: Tuning, title: str) -> None:
     """A row for each class of products, a column for each plan; the winner in bold."""
-    table = Table("products", title=title, caption="bold: what runs from now on")
     plans = list(dict.fromkeys(name for seconds in found.seconds.values() for name in seconds))
-    for name in plans:
-        table.add_column(name, justify="right")
+    table = table_of(["products"], plans, title, caption="bold: what runs from now on")
     for products, seconds in found.seconds.items():
         table.add_row(products, *_row(products, seconds, plans, found.winners[products]))
     print_fitting(console, table)

@@ -33,7 +33,6 @@ from clamp.cli.bench.timing import (
     Contender,
     Effort,
     Race,
-    Timing,
     counted_launches,
     interleave,
     random_tensor,
@@ -331,7 +330,7 @@ def test_bench_prints_what_it_has_when_it_is_interrupted(
 
 def test_bench_keeps_the_case_in_which_it_is_interrupted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(turns: Any, *others: Any) -> Race:
-        return Race({"copy kernel": Timing((1.0,))}, {}, interrupted=True)
+        return Race({"copy kernel": [1.0]}, {}, interrupted=True)
 
     monkeypatch.setattr(command, "interleave", interrupted)
     assert [row["contender"] for row in bench("--only", "cast,unscale", status=130)] == ["copy kernel"]
@@ -432,8 +431,8 @@ def test_contenders_take_turns_and_slow_ones_fewer() -> None:
 
     effort = Effort(rounds=5, seconds=1.0, least=3, most=9)
     race = interleave({"fast": contender("fast", 0.001), "slow": contender("slow", 2.0)}, effort)
-    assert len(race.timings["fast"].seconds) == 9
-    assert len(race.timings["slow"].seconds) == 3
+    assert len(race.seconds["fast"]) == 9
+    assert len(race.seconds["slow"]) == 3
     assert [turn for turn in order if turn[0] == "slow"] == [("slow", 1)] * 4  # one of them warms up
     assert order[:4] == [("fast", 1), ("slow", 1)] * 2
     assert [turn for turn in order[4:] if turn[0] == "fast"] == [("fast", 2)] * 4
@@ -457,7 +456,7 @@ def test_a_contender_that_fails_leaves_the_race(good_turns: int) -> None:
 
     race = interleave({"bad": failing, "good": lambda calls: [0.1] * calls}, Effort(3, 1.0, 3, 9))
     assert race.failures == {"bad": "ValueError: out of"}
-    assert list(race.timings) == ["good"]
+    assert list(race.seconds) == ["good"]
     assert turns == good_turns + 1
 
 
@@ -473,14 +472,15 @@ def test_who_has_been_timed_keeps_it_when_a_race_is_interrupted() -> None:
 
     race = interleave({"good": lambda calls: [0.1] * calls, "slow": slow}, Effort(3, 1.0, 3, 9))
     assert race.interrupted
-    assert (list(race.timings), race.failures) == (["good"], {})
+    assert (list(race.seconds), race.failures) == (["good"], {})
 
 
-def test_a_timing_has_a_median_a_best_and_a_slow_call() -> None:
-    timing = Timing((3.0, 1.0, 2.0, 4.0, 5.0))
-    assert (timing.median, timing.best) == (3.0, 1.0)
-    assert 4.0 < timing.slow <= 5.0
-    assert Timing((2.0,)).slow == 2.0
+def test_a_row_has_a_median_a_best_and_a_slow_call() -> None:
+    case = Case("gemm", "NN", "ms", [Contender("netcl", lambda calls: [])])
+    (row,) = rows_of(case, Race({"netcl": [3.0, 1.0, 2.0, 4.0, 5.0]}, {}))
+    assert (row.median, row.best) == (3000.0, 1000.0)
+    assert 4000.0 < row.slow <= 5000.0
+    assert rows_of(case, Race({"netcl": [2.0]}, {}))[0].slow == 2000.0
 
 
 def test_a_turn_of_several_calls_starts_with_an_untimed_one() -> None:
@@ -495,7 +495,7 @@ def test_ratios_above_one_are_faster(queue: cl.CommandQueue) -> None:
     def never(calls: int) -> list[float]:
         raise AssertionError
 
-    race = Race({"netcl": Timing((2.0,)), "clamp": Timing((0.5,))}, {})
+    race = Race({"netcl": [2.0], "clamp": [0.5]}, {})
     for unit, netcl, clamp in (("ms", 2000.0, 500.0), ("GFLOP/s", 1.0, 4.0)):
         contenders = [Contender("netcl", never, 2e9, is_baseline=True), Contender("clamp", never, 2e9)]
         rows = rows_of(Case("gemm", "NN", unit, contenders), race)
@@ -514,7 +514,7 @@ def test_bench_says_how_much_of_a_matrix_units_limit_a_product_reaches(
     for device, shares in ((found, {"float16": 0.8, "bfloat16": 0.2}), (replace(found, amx=False), {})):
         monkeypatch.setattr(products, "capabilities", lambda queue, device=device: device)
         (case,) = products.gemm_cases(queue, [8], ["NN"], [])
-        race = Race({one.name: Timing((2 * 8**3 / 20e9,)) for one in case.contenders}, {})
+        race = Race({one.name: [2 * 8**3 / 20e9] for one in case.contenders}, {})
         reached = {row.contender.split()[-1]: row.extra["of_limit"] for row in rows_of(case, race) if row.extra}
         assert reached == pytest.approx(shares)
 

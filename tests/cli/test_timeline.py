@@ -12,7 +12,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.cli import main
 from clamp.cli.bench.networks import mlp
-from clamp.cli.bench.timeline import Command, Gap, Timeline, Total, merged, timeline
+from clamp.cli.bench.timeline import Command, Gap, Timeline, Total, timeline
 from clamp.cli.bench.timing import counted_launches
 from clamp.cli.bench.training import Variant
 from clamp.debug.profiler import Profiler, Wait
@@ -109,6 +109,7 @@ def test_the_figures_of_a_timeline() -> None:
     commands = (
         Command("a", "kernel", 0.0, 0.5, 1.0, 2.0),
         Command("b", "kernel", 0.0, 0.5, 2.0, 4.0),
+        Command("c", "kernel", 0.0, 0.5, 2.5, 3.0),  # beside it
         Command("a", "kernel", 1.0, 1.5, 5.0, 6.0),  # enqueued long before: the device was late
         Command("read", "transfer", 8.0, 8.5, 9.0, 10.0),  # enqueued late
     )
@@ -119,10 +120,5 @@ def test_the_figures_of_a_timeline() -> None:
     assert step.gaps == [Gap("a", "read", 3.0, 2.0), Gap("b", "a", 1.0, 0.0)]
     assert step.totals[:2] == [Total("a", 2, 2.0, 1.0), Total("b", 1, 2.0, 2.0)]
     figures = step.summary()
-    assert (figures["launches"], figures["transfers"], figures["waits"], figures["waited_seconds"]) == (3, 1, 1, 2.0)
+    assert (figures["launches"], figures["transfers"], figures["waits"], figures["waited_seconds"]) == (4, 1, 1, 2.0)
     assert (figures["gap_seconds"], figures["gap_seconds_for_host"]) == (4.0, 2.0)
-
-
-def test_intervals_are_merged() -> None:
-    assert merged([(3.0, 4.0), (0.0, 2.0), (1.0, 1.5), (2.0, 2.5)]) == [(0.0, 2.5), (3.0, 4.0)]
-    assert merged([]) == []

@@ -37,7 +37,7 @@ from clamp.cli.bench.report import (
 from clamp.cli.bench.steps import call_cases, first_step_cases, small_cases
 from clamp.cli.bench.timeline import content_of, plot, print_timeline, timeline_of
 from clamp.cli.bench.timing import NORMAL, QUICK, Case, Effort, dtypes_of, interleave
-from clamp.cli.bench.training import checkpoint_case, make_variants, memory_of, step_case
+from clamp.cli.bench.training import checkpoint_case, memory_of, step_case, step_variants
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
 from clamp.opencl.device import capabilities
@@ -169,20 +169,16 @@ class Bench:
             yield from small_cases(self.queue, peers)
             yield from call_cases(self.queue)
         for network in memory_networks(args) if "memory" in args.only else ():
-            self.rows += memory_of(self.queue, network, ("netcl",) if args.no_netcl else ())
+            self.rows += memory_of(self.queue, network, with_netcl=not args.no_netcl)
             self.write()
             yield checkpoint_case(self.queue, network)
         for network in networks_of(args, args.only):
-            levels = ("O1", "O2") if network.work == "guide" else ("O1",)
-            yield from self._step_cases(network, levels, peers)
-
-    def _step_cases(self, network: Network, levels: Sequence[str], peers: Sequence[PeerProcess]) -> Iterator[Case]:
-        variants = make_variants(self.queue, network, levels)
-        yield step_case(variants, network, peers)
-        # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
-        finished = {row.contender for row in self.rows if row.work == network.work}
-        eager = {name: variant for name, variant in variants.items() if name in finished and not variant.is_recorded}
-        self.rows += memory_rows(str(network), {name: variant.memory() for name, variant in eager.items()})
+            variants = list(step_variants(self.queue, network, ("O1", "O2") if network.work == "guide" else (None,)))
+            yield step_case(variants, network, peers)
+            # Here the step's rows stand: a generator goes on when its consumer asks for the next case.
+            finished = {row.contender for row in self.rows if row.work == network.work}
+            eager = (x for x in variants if x.name in finished and not x.is_recorded)
+            self.rows += memory_rows(str(network), {x.name: x.memory() for x in eager})
 
     def head(self) -> dict[str, Any]:
         """Returns what one must know to read the figures: device, versions, settings."""

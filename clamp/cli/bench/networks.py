@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -223,28 +223,20 @@ class Trainer:
         value: Tensor = self.train(handle, *self.batch(rows)).value
         return value
 
-    def train(self, handle: Any, x: Tensor, y: Tensor) -> Node:
-        """One step on a batch."""
+    def train(self, handle: Any, x: Tensor, y: Tensor, *, of_loss: bool = False) -> Node:
+        """One step on a batch, by ``tape.backward(loss)`` or by ``loss.backward()``."""
         self.optimizer.zero_grad()
-        tape, loss = self.forward(x, y)
-        if handle is None:
-            tape.backward(loss)
-        else:
-            with handle.scale_loss(loss, self.optimizer) as scaled_loss:
-                tape.backward(scaled_loss)
+        tape, loss = self.forward(x, y, taped=not of_loss)
+        with nullcontext(loss) if handle is None else handle.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward() if tape is None else tape.backward(scaled_loss)
         self.optimizer.step()
         return loss
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tape, Node]:
-        """The loss of a batch, with what backward is run by."""
-        with ag.Tape() as tape:
-            loss = self.loss(x, y)
+    def forward(self, x: Tensor, y: Tensor, *, taped: bool = True) -> tuple[Tape | None, Node]:
+        """The loss of a batch, with the tape that it is on."""
+        with ag.Tape() if taped else nullcontext() as tape:
+            loss: Node = getattr(F, self._network.loss)(self.model(ag.tensor(x)), ag.tensor(y))
         return tape, loss
-
-    def loss(self, x: Tensor, y: Tensor) -> Node:
-        """Returns the loss of a batch."""
-        loss: Node = getattr(F, self._network.loss)(self.model(ag.tensor(x)), ag.tensor(y))
-        return loss
 
 
 def first_step() -> None:

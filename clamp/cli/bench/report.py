@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from clamp.cli import CommandError
 from clamp.cli.bench.timing import Case, Race
-from clamp.cli.console import print_fitting
+from clamp.cli.console import print_fitting, table_of
 from clamp.interrupts import replacing
 
 RATIOS = (
@@ -47,20 +48,24 @@ def rows_of(case: Case, race: Race) -> list[Row]:
     def in_unit(seconds: float, amount: float) -> float:
         return seconds * 1e3 if case.unit == "ms" else amount / seconds / 1e9
 
-    running = [contender for contender in case.contenders if contender.name in race.timings]
-    medians = {one.name: in_unit(race.timings[one.name].median, one.amount) for one in running}
+    running = [contender for contender in case.contenders if contender.name in race.seconds]
+    medians = {one.name: in_unit(median(race.seconds[one.name]), one.amount) for one in running}
     baselines = {one.name: medians[one.name] for one in running if one.is_baseline}
     rows = []
     for one in running:
-        timing, median = race.timings[one.name], medians[one.name]
-        best, slow = in_unit(timing.best, one.amount), in_unit(timing.slow, one.amount)
-        ratios = _ratios(one.name, median, baselines, lower_is_better=case.unit == "ms")
-        head = (case.work, case.name, one.name, case.unit)
+        seconds, middle = race.seconds[one.name], medians[one.name]
+        best, slow = (in_unit(x, one.amount) for x in (min(seconds), slowest_but_a_tenth(seconds)))
         extra = one.extra()
         if one.name in case.limits:
-            extra["of_limit"] = median / case.limits[one.name]
-        rows.append(Row(*head, median, best, slow, len(timing.seconds), ratios, extra))
+            extra["of_limit"] = middle / case.limits[one.name]
+        head = (case.work, case.name, one.name, case.unit)
+        rows.append(Row(*head, middle, best, slow, len(seconds), _ratios(head, middle, baselines), extra))
     return rows
+
+
+def slowest_but_a_tenth(seconds: Sequence[float]) -> float:
+    """The call that nine in ten are faster than."""
+    return quantiles(seconds, n=10, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
 
 
 def memory_rows(case: str, bytes_of: Mapping[str, Mapping[str, int]]) -> list[Row]:
@@ -70,14 +75,15 @@ def memory_rows(case: str, bytes_of: Mapping[str, Mapping[str, int]]) -> list[Ro
     for what in bytes_of.get(baseline, {}):
         mib = {name: figures[what] / 2**20 for name, figures in bytes_of.items()}
         for name, value in mib.items():
-            ratios = _ratios(name, value, {baseline: mib[baseline]}, lower_is_better=False)
-            rows.append(Row("memory", f"{what}, {case}", name, "MiB", value, value, value, 1, ratios))
+            head = ("memory", f"{what}, {case}", name, "MiB")
+            rows.append(Row(*head, value, value, value, 1, _ratios(head, value, {baseline: mib[baseline]})))
     return rows
 
 
-def _ratios(name: str, value: float, baselines: Mapping[str, float], lower_is_better: bool) -> dict[str, float]:
+def _ratios(head: tuple[str, str, str, str], value: float, baselines: Mapping[str, float]) -> dict[str, float]:
+    *_, name, unit = head
     return {
-        other: base / value if lower_is_better else value / base
+        other: base / value if unit == "ms" else value / base
         for other, base in baselines.items()
         if other != name and value > 0 and base > 0
     }
@@ -95,12 +101,10 @@ def _table(work: str, rows: Sequence[Row]) -> Table:
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
     is_timed = rows[0].unit != "MiB"
     meaning = "above 1 is faster" if is_timed else "below 1 is less memory"
-    table = Table(title=f"{work}, {rows[0].unit}", caption=f"/ {' / '.join(bases)}: {meaning}" if bases else None)
-    table.add_column("")
-    for name in ("median", "best", "90 %", "calls") if is_timed else ("",):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in (*(f"/ {base}" for base in bases), *extras):
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    figures = ["median", "best", "90 %", "calls"] if is_timed else [""]
+    figures += [name.replace("_", " ") for name in (*(f"/ {base}" for base in bases), *extras)]
+    caption = f"/ {' / '.join(bases)}: {meaning}" if bases else None
+    table = table_of([""], figures, title=f"{work}, {rows[0].unit}", caption=caption)
     for case, group in groupby(rows, key=lambda row: row.case):
         table.add_row(f"[bold]{case}[/]")
         for row in group:

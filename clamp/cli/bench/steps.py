@@ -20,9 +20,10 @@ import clamp
 from clamp import amp
 from clamp.bridge import Tensor
 from clamp.cli.bench import networks
-from clamp.cli.bench.networks import MLP, README_MLP, Network, Trainer
+from clamp.cli.bench.networks import MLP, README_MLP
 from clamp.cli.bench.peers import PeerProcess, peer_contenders
-from clamp.cli.bench.timing import Case, Contender, Turn, amp_in, counted_launches, dtypes_of, timed
+from clamp.cli.bench.timing import Case, Contender, Turn, dtypes_of, timed
+from clamp.cli.bench.training import Variant
 from clamp.opencl import cache_writer
 
 NETWORKS = networks.EXAMPLES  # whose first steps are timed
@@ -46,31 +47,18 @@ def small_cases(queue: cl.CommandQueue, peers: Sequence[PeerProcess]) -> Iterato
     """README's network and that of the digits, eager and recorded: their time is mostly the host's."""
     halves = dtypes_of(queue)[1:]
     for network in (README_MLP, MLP):
-        contenders = [_small(queue, network, dtype) for dtype in (None, "float32", *halves)]
-        contenders += [_small(queue, network, dtype, is_recorded=True) for dtype in halves]
-        contenders += peer_contenders(peers, network.work, network)
-        yield Case("small", str(network), "ms", contenders)
-
-
-def _small(queue: cl.CommandQueue, network: Network, dtype: str | None, *, is_recorded: bool = False) -> Contender:
-    """The loop of the examples on one batch, as that of peers: until the device has finished, and no loss is read."""
-    trainer = Trainer(queue, network)
-    batch = trainer.batch()
-    figures: dict[str, float] = {}
-
-    def turn(calls: int) -> list[float]:
-        with amp_in(dtype, loss_scale=_SCALE if dtype == "float16" else 1.0) as handle:
-            step = partial(amp.record(trainer.train) if is_recorded else trainer.train, handle, *batch)
-            for _ in range(3 if is_recorded else 1):  # what is recorded runs, is recorded, is replayed
-                step()
-            if not is_recorded:
-                with counted_launches() as launches:
-                    step()
-                figures["launches"] = float(len(launches))
-            return timed(step, queue.finish)(calls)
-
-    name = "netcl" if dtype is None else f"clamp {dtype}{', recorded' if is_recorded else ''}"
-    return Contender(name, turn, is_baseline=dtype in (None, "float32"), extra=lambda: figures)
+        # The loop of the examples on one batch, as that of peers: until the device has finished, and no loss is read.
+        variants = [
+            Variant(queue, network, dtype, is_recorded=is_recorded, reads_loss=False, options={"loss_scale": scale})
+            for is_recorded, dtypes in ((False, (None, "float32", *halves)), (True, halves))
+            for dtype in dtypes
+            for scale in [_SCALE if dtype == "float16" else 1.0]
+        ]
+        contenders = [
+            Contender(x.name, x.turn, is_baseline=x.dtype not in halves, extra=dict if x.is_recorded else x.launches)
+            for x in variants
+        ]
+        yield Case("small", str(network), "ms", contenders + peer_contenders(peers, network.work, network))
 
 
 # ---------------------------------------------------------------------------------------------- calls

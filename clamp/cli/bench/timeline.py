@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pyopencl as cl
 from rich.console import Console
-from rich.table import Table
 
 from clamp.cli.bench.networks import Network
 from clamp.cli.bench.training import Variant
+from clamp.cli.console import table_of
 from clamp.debug.page.figures import save
 from clamp.debug.profiler import NANO, Profiler, Wait
 
 _GAPS = 8  # as many are printed
 _COLOURED = 9  # names with a colour of their own in the picture
 _OTHERS = "others"
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,25 @@ class Timeline:
     @cached_property
     def busy(self) -> float:
         """The part of the span in which the device ran a command."""
-        return _part(merged((one.start, one.end) for one in self.commands), self.span)
+        return self._part_from("start")
 
     @cached_property
     def full(self) -> float:
         """The part of the span in which the device had work: a command waited for it, or ran."""
-        return _part(merged((one.queued, one.end) for one in self.commands), self.span)
+        return self._part_from("queued")
+
+    def _part_from(self, begin: str) -> float:
+        """The part of the span in which a command was between this field's time and its end."""
+        without = min(getattr(one, begin) for one in self.commands) + sum(idle for *_, idle in self._without(begin))
+        return 1 - without / self.span if self.span > 0 else 1.0
+
+    def _without(self, begin: str) -> Iterator[tuple[Command, Command, float]]:
+        """Two commands, and the time between them in which none was between this field's time and its end."""
+        last, *others = sorted(self.commands, key=attrgetter(begin))
+        for one in others:
+            if (idle := getattr(one, begin) - last.end) > 0:
+                yield last, one, idle
+            last = max(last, one, key=attrgetter("end"))
 
     @cached_property
     def totals(self) -> list[Total]:
@@ -114,11 +126,10 @@ class Timeline:
     @cached_property
     def gaps(self) -> list[Gap]:
         """The times without a running command, the longest first."""
-        gaps, last = [], self.commands[0]
-        for one in self.commands[1:]:
-            if (idle := one.start - last.end) > 0:
-                gaps.append(Gap(last.name, one.name, idle, min(idle, max(0.0, one.queued - last.end))))
-            last = max(last, one, key=lambda other: other.end)
+        gaps = [
+            Gap(last.name, one.name, idle, min(idle, max(0.0, one.queued - last.end)))
+            for last, one, idle in self._without("start")
+        ]
         return sorted(gaps, key=lambda gap: -gap.seconds)
 
     def summary(self) -> dict[str, float]:
@@ -137,21 +148,6 @@ class Timeline:
             "gap_seconds_for_host": sum(gap.waited_for_host for gap in self.gaps),
             "unseen": self.unseen,
         }
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns what intervals cover together, in order and without overlaps."""
-    covered: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if covered and begin <= covered[-1][1]:
-            covered[-1] = (covered[-1][0], max(covered[-1][1], end))
-        else:
-            covered.append((begin, end))
-    return covered
-
-
-def _part(intervals: Iterable[Interval], span: float) -> float:
-    return sum(end - begin for begin, end in intervals) / span if span > 0 else 1.0
 
 
 def timeline(seen: Profiler, seconds: float) -> Timeline:
@@ -187,7 +183,7 @@ def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
     dtype, _, level = what.partition("-")
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
-    variant = Variant(queue, network, None if what == "netcl" else dtype, level or "O1")
+    variant = Variant(queue, network, None if what == "netcl" else dtype, level or None)
     recorder = Profiler()
     with variant.steps() as train:
         queue.finish()
@@ -205,18 +201,14 @@ def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
 def print_timeline(console: Console, timeline: Timeline, title: str) -> None:
     """Kernels by their total time, the gaps between them, and the step in a few lines."""
     run_time = sum(total.seconds for total in timeline.totals)
-    table = Table("command", title=title)
-    for name in ("calls", "total ms", "%", "mean us", "longest us"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(["command"], ["calls", "total ms", "%", "mean us", "longest us"], title=title)
     for total in timeline.totals:
         share = 100 * total.seconds / run_time if run_time else 0.0
         mean = total.seconds / total.calls
         figures = (f"{total.seconds * 1e3:.3f}", f"{share:.1f}", f"{mean * 1e6:.1f}", f"{total.longest * 1e6:.1f}")
         table.add_row(total.name, str(total.calls), *figures)
     console.print(table)
-    table = Table("after", "before", title="longest gaps")
-    for name in ("us", "for want of work"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(["after", "before"], ["us", "for want of work"], title="longest gaps")
     for gap in timeline.gaps[:_GAPS]:
         table.add_row(gap.after, gap.before, f"{gap.seconds * 1e6:.1f}", f"{gap.waited_for_host * 1e6:.1f}")
     if timeline.gaps:

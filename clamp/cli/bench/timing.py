@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
@@ -75,35 +74,13 @@ QUICK = Effort(rounds=3, seconds=0.2, least=2, most=10, patience=4.0)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """The timed calls of one contender, in seconds."""
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median of the calls."""
-        return median(self.seconds)
-
-    @property
-    def best(self) -> float:
-        """Fastest call."""
-        return min(self.seconds)
-
-    @property
-    def slow(self) -> float:
-        """The call that nine in ten are faster than."""
-        return quantiles(self.seconds, n=10, method="inclusive")[-1] if len(self.seconds) > 1 else self.seconds[0]
-
-
-@dataclass(frozen=True)
 class Race:
-    """Results of `interleave`: a timing, or the reason for having none, for each contender.
+    """Results of `interleave`: the seconds of each timed call, or the reason for having none, for each contender.
 
-    After an interrupt (Ctrl-C) those have timings who have had a timed turn.
+    After an interrupt (Ctrl-C) those have seconds who have had a timed turn.
     """
 
-    timings: dict[str, Timing]
+    seconds: dict[str, list[float]]
     failures: dict[str, str]
     interrupted: bool = False
 
@@ -126,16 +103,16 @@ def interleave(
                 continue
             before_turn(name)
             try:
-                seconds = turns[name](calls)
+                taken = turns[name](calls)
             except Exception as error:  # a driver or library that fails is a result, too
                 failures[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
                 continue
             if number >= 0:
-                samples[name] += seconds
+                samples[name] += taken
     except KeyboardInterrupt:
         interrupted = True
-    timings = {name: Timing(tuple(samples[name])) for name in turns if samples[name] and name not in failures}
-    return Race(timings, failures, interrupted)
+    seconds = {name: samples[name] for name in turns if samples[name] and name not in failures}
+    return Race(seconds, failures, interrupted)
 
 
 def _calls_in(number: int, effort: Effort, samples: list[float]) -> int:

@@ -19,7 +19,7 @@ from clamp import amp
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.bench.peers import PeerProcess, peer_contenders
 from clamp.cli.bench.report import Row, memory_rows
-from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, timed
+from clamp.cli.bench.timing import Case, Contender, amp_in, counted_launches, dtypes_of, timed
 from clamp.debug.memory_meter import by_kind, pieces_now
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
@@ -29,7 +29,7 @@ from clamp.opencl.device import capabilities
 _WARM_UP = 3
 _WARM_UP_LIMIT = 40  # a dynamic loss scale of 2^16 needs a few skipped steps to settle
 _STEPS = 3  # of a loop, whose loss stays until the next step has another
-_SCALE = 1024.0  # at which no step of such a loop is skipped
+_FIXED = {"loss_scale": 1024.0}  # at which no step of such a loop is skipped
 _LAYERS = 6  # of a stack without pools are a block
 
 
@@ -40,16 +40,32 @@ class Variant:
     queue: cl.CommandQueue  # where to train
     network: Network  # what to train
     dtype: str | None  # clamp's AMP dtype; None for netcl alone
-    level: str = "O1"  # of AMP; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
+    # of AMP, O1 if not given; at ``"O2"`` the parameters are 16-bit, as Paddle's ``decorate`` makes them
+    level: str | None = None
     master_weight: str | None = None  # of ``decorate``: what is kept of them from step to step
     in_blocks: bool = False  # whether blocks of the network are checkpointed
     is_recorded: bool = False  # whether steps are replayed (`amp.record`)
+    reads_loss: bool = True  # whether a step ends with that
     in_8_bits: bool = False  # whether the moments of its Adam or AdamW are of 8 bits (`amp.optim`)
     options: Mapping[str, Any] = field(default_factory=dict)  # more of `amp.init`
     _scalers: dict[str, Any] | None = None
     _first_loss: float | None = None
     _trainer: Any = None
     _step: Any = None
+
+    @property
+    def name(self) -> str:
+        """The contender's."""
+        if self.dtype is None:
+            return "netcl"
+        parts = [
+            f"clamp {self.dtype}" + (f" {self.level}" if self.level else ""),
+            self.master_weight,
+            self.in_blocks and "checkpoint",
+            self.in_8_bits and "8-bit state",
+            self.is_recorded and "recorded",
+        ]
+        return ", ".join(part for part in parts if part)
 
     def _build(self) -> None:
         """At its first turn: a model that does not fit into memory takes one variant out of the race, not all."""
@@ -67,7 +83,7 @@ class Variant:
         self._step = amp.record(trainer.train) if self.is_recorded else trainer.train
 
     def turn(self, calls: int) -> list[float]:
-        """Times training steps, each with the loss read at its end."""
+        """Times training steps."""
         with self._amp() as handle:
             for _ in range(_WARM_UP if self.is_recorded else 0):  # runs, is recorded under this AMP, is replayed
                 self._train(handle)
@@ -86,6 +102,12 @@ class Variant:
         loss = {} if self._first_loss is None else {"first_loss": self._first_loss}
         scale = {} if self._scalers is None else {"loss_scale": self._scalers["loss_scaler0"]["loss_scale"]}
         return {**loss, **scale}
+
+    def launches(self) -> dict[str, float]:
+        """How many kernels a step launches."""
+        with self.steps() as train, counted_launches() as launches:
+            train()
+        return {"launches": float(len(launches))}
 
     def memory(self) -> dict[str, int]:
         """Bytes of activations at the end of forward, and the peak of a whole step.
@@ -141,27 +163,22 @@ class Variant:
         gc.collect()
 
     def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        value = self._step(handle, *self._batch).value.to_host().item()
-        self._first_loss = value if self._first_loss is None else self._first_loss
+        loss = self._step(handle, *self._batch)
+        if self.reads_loss:
+            value = loss.value.to_host().item()
+            self._first_loss = value if self._first_loss is None else self._first_loss
 
     def _loop(self, handle: Any, *, of_loss: bool) -> None:
-        optimizer, loss = self._trainer.optimizer, None
+        loss = None
         for _ in range(_STEPS):
-            if handle is None or not of_loss:
-                loss = self._trainer.train(handle, *self._batch)
-                continue
-            optimizer.zero_grad()
-            loss = self._trainer.loss(*self._batch)
-            with handle.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            loss = self._trainer.train(handle, *self._batch, of_loss=of_loss and handle is not None)
         del loss
         self.queue.finish()
 
     @contextmanager
     def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
-        with amp_in(self.dtype, level=self.level, **self.options) as handle:
+        with amp_in(self.dtype, level=self.level or "O1", **self.options) as handle:
             if self._trainer is None:
                 self._build()
             if handle is None:
@@ -212,64 +229,53 @@ def _in_blocks(model: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- a step
 
 
-def make_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str]) -> dict[str, Variant]:
+def step_variants(queue: cl.CommandQueue, network: Network, levels: Sequence[str | None]) -> Iterator[Variant]:
     """netcl alone, and clamp in each dtype, at each level that makes a difference there; on GPUs recorded as well."""
-    variants = {"netcl": Variant(queue, network, None), "clamp float32": Variant(queue, network, "float32")}
+    yield Variant(queue, network, None)
+    yield Variant(queue, network, "float32")
     for dtype in dtypes_of(queue)[1:]:
         for level in levels:
-            name = f"clamp {dtype}" if len(levels) == 1 else f"clamp {dtype} {level}"
-            variants[name] = Variant(queue, network, dtype, level)
+            yield Variant(queue, network, dtype, level)
         if not capabilities(queue).is_cpu:  # which would wait for the host
-            variants[f"clamp {dtype}, recorded"] = Variant(queue, network, dtype, is_recorded=True)
-    return variants
+            yield Variant(queue, network, dtype, is_recorded=True)
 
 
-def step_case(variants: dict[str, Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
+def step_case(variants: Sequence[Variant], network: Network, peers: Sequence[PeerProcess]) -> Case:
     """The step's time."""
-    contenders = [
-        Contender(name, variant.turn, is_baseline=name == "netcl", extra=variant.figures)
-        for name, variant in variants.items()
-    ]
-    contenders += peer_contenders(peers, network.work, network)
-    return Case(network.work, str(network), "ms", contenders)
+    contenders = [Contender(x.name, x.turn, is_baseline=x.dtype is None, extra=x.figures) for x in variants]
+    return Case(network.work, str(network), "ms", contenders + peer_contenders(peers, network.work, network))
 
 
 # ---------------------------------------------------------------------------------------------- loops
 
 
-def loops(queue: cl.CommandQueue, network: Network) -> dict[str, Callable[[], Variant]]:
-    """Returns what makes the variants whose loops are looked at, by the names of the contenders; netcl's first."""
+def loops(queue: cl.CommandQueue, network: Network) -> Iterator[Variant]:
+    """The variants whose loops are looked at, netcl's first."""
     halves = dtypes_of(queue)[1:]
-
-    def made(dtype: str | None, **more: Any) -> Callable[[], Variant]:
-        level = "O2" if more.get("master_weight") else "O1"
-        return partial(Variant, queue, network, dtype, level, options={"loss_scale": _SCALE}, **more)
-
-    found = {"netcl": made(None)} | {f"clamp {dtype}": made(dtype) for dtype in halves}
-    for dtype in halves[-1:]:
-        for kept in ("remainder", "stochastic"):
-            found[f"clamp {dtype} O2, {kept}"] = made(dtype, master_weight=kept)
-    found |= {f"clamp {dtype}, checkpoint": made(dtype, in_blocks=True) for dtype in halves}
-    for dtype in halves[-1:]:
-        found[f"clamp {dtype}, 8-bit state"] = made(dtype, in_8_bits=True)
-        small = partial(made, dtype, in_blocks=True, in_8_bits=True)
-        found[f"clamp {dtype}, checkpoint, 8-bit state"] = small()
-        found[f"clamp {dtype} O2, stochastic, checkpoint, 8-bit state"] = small(master_weight="stochastic")
-    return found
+    last, small = halves[-1:], {"in_blocks": True, "in_8_bits": True}
+    table: list[tuple[Sequence[str | None], dict[str, Any]]] = [
+        ((None, *halves), {}),
+        (last, {"level": "O2", "master_weight": "remainder"}),
+        (last, {"level": "O2", "master_weight": "stochastic"}),
+        (halves, {"in_blocks": True}),
+        (last, {"in_8_bits": True}),
+        (last, small),
+        (last, {"level": "O2", "master_weight": "stochastic", **small}),
+    ]
+    for dtypes, fields in table:
+        for dtype in dtypes:
+            yield Variant(queue, network, dtype, options=_FIXED, **fields)
 
 
-def memory_of(queue: cl.CommandQueue, network: Network, left_out: Sequence[str] = ()) -> list[Row]:
+def memory_of(queue: cl.CommandQueue, network: Network, *, with_netcl: bool) -> list[Row]:
     """Returns the memory of all loops of a network, one after the other."""
-    found = {name: make().memory_of_loops() for name, make in loops(queue, network).items() if name not in left_out}
-    return memory_rows(str(network), found)
+    measured = (x for x in loops(queue, network) if with_netcl or x.dtype is not None)
+    return memory_rows(str(network), {x.name: x.memory_of_loops() for x in measured})
 
 
 def checkpoint_case(queue: cl.CommandQueue, network: Network) -> Case:
     """Returns the time of a step with checkpointed blocks beside that of one without."""
     dtype = dtypes_of(queue)[-1]
-    every = loops(queue, network)
-    contenders = [
-        Contender(name, every[name]().turn, is_baseline=name == f"clamp {dtype}")
-        for name in (f"clamp {dtype}", f"clamp {dtype}, checkpoint")
-    ]
+    variants = [Variant(queue, network, dtype, options=_FIXED, in_blocks=in_blocks) for in_blocks in (False, True)]
+    contenders = [Contender(x.name, x.turn, is_baseline=not x.in_blocks) for x in variants]
     return Case("checkpoint", str(network), "ms", contenders)
