@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from clamp.checkpoint.file import Array, CheckpointError, Decoder, Encoder, Json
 from clamp.checkpoint.undo import Undo
 from clamp.ops.optimizer_step import moments_bytes
 
-Write: TypeAlias = Callable[[], Any]
+Write: TypeAlias = tuple[Sequence[Tensor], Callable[[], Any]]  # the tensors that a call will write, and the call
 Name: TypeAlias = tuple[int, str]  # the number of a model, and the name of a tensor in it
 Names: TypeAlias = Mapping[int, Name]  # by id of the tensor
 
@@ -139,10 +139,8 @@ def _fused(optimizer: Any, positions: Mapping[int, int], writer: Encoder) -> Jso
 # ---------------------------------------------------------------------------------------------- whose state it is
 
 
-def writes_to(
-    optimizer: Any, state: Json, names: Names, decoder: Decoder, undo: Undo, where: str
-) -> tuple[list[Tensor], list[Write]]:
-    """Returns how an optimizer gets its state back: the tensors that will be written, and the writes.
+def writes_to(optimizer: Any, state: Json, names: Names, decoder: Decoder, undo: Undo, where: str) -> Iterator[Write]:
+    """The writes by which an optimizer gets its state back.
 
     Everything is decoded and checked here; the writes only assign, except for what ``load_state_dict`` of an optimizer
     of the user's does.
@@ -174,23 +172,17 @@ def writes_to(
             )
     if not named:
         _warn_of_order(here, params, names, f"{decoder.path}: {where}, {kind},")
-    tensors: list[Tensor] = []
-    writes: list[Write] = []
     for entry, index in zip(saved, order, strict=True):
         if entry["held"] is not None:
-            found = list(parameter_writes(bridge.model_parameter(params[index]), entry["held"], decoder, where))
-            tensors += [tensor for tensor, _ in found]
-            writes += [write for _, write in found]
+            yield from parameter_writes(bridge.model_parameter(params[index]), entry["held"], decoder, where)
     if "own" in state:
         _require_order(order, f"{decoder.path}: {where}, {kind}, keeps its state itself, and its parameters")
-        writes.append(partial(undo.load_own, optimizer, decoder.value(state["own"])))
+        yield [], partial(undo.load_own, optimizer, decoder.value(state["own"]))
     else:
-        tensors += params  # fused AdamW moves them
-        writes.append(_netcl_write(optimizer, params, state, order, decoder, where))
-    return tensors, writes
+        yield params, _netcl_write(optimizer, params, state, order, decoder, where)  # fused AdamW moves them
 
 
-def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -> Iterator[tuple[Tensor, Write]]:
+def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -> Iterator[Write]:
     """The writes that give a model's tensor, and the master it may have, what ``Encoder.parameter`` saved.
 
     Raises:
@@ -198,10 +190,10 @@ def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -
     """
     value, precise = saved["value"], saved["master"] or saved["value"]
     same = value["dtype"] == bridge.canonical_dtype(tensor.dtype)
-    yield tensor, partial(bridge.write_bytes, tensor, decoder.bits_for(value if same else precise, tensor, what))
+    yield [tensor], partial(bridge.write_bytes, tensor, decoder.bits_for(value if same else precise, tensor, what))
     master = bridge.master_of(tensor)
     if master is not None:
-        yield master, partial(bridge.write_bytes, master, decoder.bits_for(precise, master, what))
+        yield [master], partial(bridge.write_bytes, master, decoder.bits_for(precise, master, what))
 
 
 def _unnamed(state: Json) -> list[Json]:
@@ -271,7 +263,7 @@ def _warn_of_order(here: Sequence[Name | None], params: Sequence[Tensor], names:
 
 def _netcl_write(
     optimizer: Any, params: Sequence[Tensor], state: Json, order: Sequence[int], decoder: Decoder, where: str
-) -> Write:
+) -> Callable[[], None]:
     """Returns what gives one of netcl's optimizers its state; ``order`` says where each saved parameter is now."""
     where = f"{decoder.path}: {where}, {type(optimizer).__name__},"
     attributes = {name: decoder.value(value) for name, value in state["attributes"].items()}
@@ -284,13 +276,20 @@ def _netcl_write(
     }
     _check_attributes(optimizer, attributes, by_parameter.keys(), order, where)
     fused = _fused_moments(state.get("fused"), [params[index].size for index in order], decoder)
-    moved = None if fused is None else {order[index]: moments for index, moments in sorted(fused.items())}
-    _check_sizes(params, by_parameter, moved or {}, where)
+    moved = {order[index]: moments for index, moments in sorted(fused.items())}
+    arrays = [
+        (name, index, value)
+        for name, items in by_parameter.items()
+        for index, (value, place) in items.items()
+        if place != "value"
+    ]
+    arrays += [("fused moment", index, moment) for index, moments in moved.items() for moment in moments]
     pending = decoder.value(state["pending"])
     if pending is not None:
         pending = [pair for _, pair in sorted(zip(order, pending, strict=True), key=lambda placed: placed[0])]
-        arrays = [[np.asarray(x, np.float32) for x in (first, second)] for first, second in pending]
-        _check_sizes(params, {}, dict(enumerate(arrays)), where)
+        for index, (first, second) in enumerate(pending):
+            arrays += [("fused moment", index, np.asarray(moment, np.float32)) for moment in (first, second)]
+    _check_sizes(params, arrays, where)
 
     def apply() -> None:
         with reading(decoder.path, where):
@@ -319,19 +318,7 @@ def _check_attributes(
             _require_order(order, f"{where} has one item of {name} for each parameter, and they")
 
 
-def _check_sizes(
-    params: Sequence[Tensor],
-    by_parameter: Mapping[str, Mapping[int, tuple[Any, str]]],
-    fused: Mapping[int, Sequence[Array]],
-    where: str,
-) -> None:
-    arrays = [
-        (name, index, value)
-        for name, items in by_parameter.items()
-        for index, (value, place) in items.items()
-        if place != "value"
-    ]
-    arrays += [("fused moment", index, value) for index, moments in fused.items() for value in moments]
+def _check_sizes(params: Sequence[Tensor], arrays: Iterable[tuple[str, int, Any]], where: str) -> None:
     for name, index, value in arrays:
         in_8_bits, size = name == bridge.MOMENTS_8BIT, params[index].size
         if value.dtype.kind != "u" if in_8_bits else value.dtype.kind != "f":
@@ -341,10 +328,10 @@ def _check_sizes(
             raise CheckpointError(f"{where} {name} of parameter {index} has {value.size} elements instead of {wanted}")
 
 
-def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[int, list[Array]] | None:
+def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[int, list[Array]]:
     """The moments of parameters that were stepped as one, by their number when they were saved; ``sizes`` as well."""
     if saved is None:
-        return None
+        return {}
     if "m_flat" not in saved:
         return {int(index): [decoder.array(first), decoder.array(second)] for index, (first, second) in saved.items()}
     # Version 1 has them as netcl does: in one array, each at a multiple of its alignment.

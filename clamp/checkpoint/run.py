@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import wrapt
 
@@ -23,6 +24,8 @@ from clamp.checkpoint.undo import Undo
 from clamp.params import masters
 from clamp.params.weight_cache import weight_cache
 from clamp.scaling.loss_scale import NoLossScale
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------- saving
 
@@ -104,24 +107,20 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
             with reading(path, name):
                 extra[name] = decoder.value(value)
         writes = [*_model_writes(named, content, decoder)]
-        tensors = [tensor for tensor, _ in writes]
-        steps = [write for _, write in writes]
-        for found, more in _optimizer_writes(stepped, _names(named), content, decoder, undo):
-            tensors += found
-            steps += more
+        writes += _optimizer_writes(stepped, _names(named), content, decoder, undo)
         with reading(path, "loss scales"):
             amp_state = decoder.value(content["amp"])
             if amp_state and session.active_handle():
                 states = _scales_for(path, amp_state)
                 restore = session.require_handle()._scaling.restore
                 undo.keep(partial(restore, session.state_dict()))
-                steps.append(partial(_restore_scales, path, restore, states))
-    undo.keep_tensors(tensors)
+                writes.append(([], partial(_restore_scales, path, restore, states)))
+    undo.keep_tensors(tensor for tensors, _ in writes for tensor in tensors)
     for optimizer in stepped:
         undo.keep_optimizer(optimizer)
     try:
-        for step in steps:
-            step()
+        for _, write_now in writes:
+            write_now()
     except BaseException as error:
         undo.put_back(error)
         raise
@@ -147,13 +146,16 @@ def _scales_for(path: str | os.PathLike[str], state: Mapping[str, Any]) -> dict[
     return {name: now[name] if name in state["off"] else s for name, s in saved.items()}
 
 
-def _model_writes(
-    models: Sequence[Mapping[str, Tensor]], content: Json, decoder: Decoder
-) -> Iterator[tuple[Tensor, Write]]:
-    saved = content["models"]
-    if len(saved) != len(models):
-        raise CheckpointError(f"{decoder.path} holds {len(saved)} models, {len(models)} were passed")
-    for number, (named, state) in enumerate(zip(models, saved, strict=True)):
+def _with_saved(passed: Sequence[T], content: Json, what: str, decoder: Decoder) -> Iterator[tuple[int, T, Json]]:
+    """The models or optimizers that were passed, by their numbers, each with what was saved of it."""
+    saved = content[what]
+    if len(saved) != len(passed):
+        raise CheckpointError(f"{decoder.path} holds {len(saved)} {what}, {len(passed)} were passed")
+    return zip(count(), passed, saved)
+
+
+def _model_writes(models: Sequence[Mapping[str, Tensor]], content: Json, decoder: Decoder) -> Iterator[Write]:
+    for number, named, state in _with_saved(models, content, "models", decoder):
         missing = sorted(named.keys() - state.keys())
         unknown = sorted(name for name in state.keys() - named.keys() if _POSITIONS not in name)
         if missing or unknown:
@@ -163,21 +165,15 @@ def _model_writes(
             )
         for name, tensor in named.items():
             with reading(decoder.path, name):
-                found = list(parameter_writes(tensor, state[name], decoder, name))
-            yield from found
+                yield from [*parameter_writes(tensor, state[name], decoder, name)]
 
 
 def _optimizer_writes(
     optimizers: Sequence[Any], names: Names, content: Json, decoder: Decoder, undo: Undo
-) -> Iterator[tuple[list[Tensor], list[Write]]]:
-    saved = content["optimizers"]
-    if len(saved) != len(optimizers):
-        raise CheckpointError(f"{decoder.path} holds {len(saved)} optimizers, {len(optimizers)} were passed")
-    for number, (optimizer, state) in enumerate(zip(optimizers, saved, strict=True)):
-        where = f"optimizer {number}"
-        with reading(decoder.path, where):
-            found = writes_to(optimizer, state, names, decoder, undo, where)
-        yield found
+) -> Iterator[Write]:
+    for number, optimizer, state in _with_saved(optimizers, content, "optimizers", decoder):
+        with reading(decoder.path, f"optimizer {number}"):
+            yield from [*writes_to(optimizer, state, names, decoder, undo, f"optimizer {number}")]
 
 
 # ---------------------------------------------------------------------------------------------- what is saved

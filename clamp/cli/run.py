@@ -206,7 +206,7 @@ class _Passes:
 
     def __init__(self, handle: AmpHandle) -> None:
         self._handle, self._scaling = handle, handle._scaling
-        self._made: dict[int, weakref.ref[Any]] = {}  # by id: optimizers may have no hash
+        self._made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: some have no hash
         self._steps_at_pass: dict[int, int] = {}  # of each optimizer's last pass, by id
 
     def note_optimizer(self, wrapped: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -216,8 +216,7 @@ class _Passes:
 
     def _note(self, optimizer: Any) -> None:
         self._steps_at_pass.pop(id(optimizer), None)
-        key = id(optimizer)
-        self._made[key] = weakref.ref(optimizer, lambda _: self._made.pop(key, None))
+        self._made[id(optimizer)] = optimizer
 
     def backward(self, run: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         """``Tape.backward``, from the loss times its scale; one that somebody has scaled already is not scaled again.
@@ -261,7 +260,7 @@ class _Passes:
     def _holders(self, leaves: Mapping[int, Tensor]) -> list[tuple[Any, set[int]]]:
         """The optimizers that have any of these, each with the ids of those, in the order of their making."""
         holders, known = [], set[int]()
-        for optimizer in [x for made in list(self._made.values()) if (x := made()) is not None]:
+        for optimizer in list(self._made.values()):
             params = getattr(optimizer, "params", ())
             known.add(id(optimizer))
             holders.append((optimizer, leaves.keys() & {id(bridge.model_parameter(param)) for param in params}))

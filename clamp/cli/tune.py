@@ -6,8 +6,9 @@ events: a launch's cost is the same for every plan.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -115,12 +116,8 @@ def print_tuning(console: Console, found: Tuning, title: str) -> None:
     plans = list(dict.fromkeys(name for seconds in found.seconds.values() for name in seconds))
     table = table_of(["products"], plans, title, caption="bold: what runs from now on")
     for products, seconds in found.seconds.items():
-        table.add_row(products, *_row(products, seconds, plans, found.winners[products]))
+        flops = 2e-12 * math.prod(map(int, products.split()[1].split("x")))
+        figures = {name: f"{flops / seconds[name]:.3g}" if seconds.get(name) else "" for name in plans}
+        winner = found.winners[products]
+        table.add_row(products, *(f"[bold]{x}[/]" if name == winner else x for name, x in figures.items()))
     print_fitting(console, table)
-
-
-def _row(products: str, seconds: dict[str, float], plans: Sequence[str], winner: str) -> Iterator[str]:
-    m, n, k = map(int, products.split()[1].split("x"))
-    for name in plans:
-        figure = f"{2e-12 * m * n * k / seconds[name]:.3g}" if seconds.get(name) else ""
-        yield f"[bold]{figure}[/]" if name == winner else figure

@@ -15,8 +15,9 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -71,7 +72,11 @@ def run(args: Namespace) -> int:
         raise CommandError(f"{unknown[0]} is none of {', '.join(NETWORKS)}, and no script", 2)
     if not args.list and not cache.keeps():
         raise CommandError(f"what is compiled would be {NOT_KEPT}")
-    with _folders(anew=args.list) as environment:
+    environment = cache_writer.environment()
+    with ExitStack() as stack:
+        if args.list:  # to see what everything takes: in folders of the user's much is kept
+            empty = stack.enter_context(tempfile.TemporaryDirectory())
+            environment |= {"CLAMP_CACHE_DIR": f"{empty}/clamp", "POCL_CACHE_DIR": f"{empty}/pocl"}
         with cache_writer.at_once(), _costs() as probes:
             jobs = jobs_on(device, args.model)
         print(f"{describe(device)}: compiling for {', '.join(map(str, jobs))}")
@@ -88,11 +93,13 @@ def run(args: Namespace) -> int:
     for job, (_, failure) in zip(jobs, outcomes, strict=True):
         if failure:
             print(f"{job}: {failure}", file=sys.stderr)
-    all_found = [] if args.list else [probes]
-    all_found += [found for found, _ in outcomes]
-    costs = {(cost.file, *cost.macros.items()): cost for found in all_found for cost in found}
+    found = [*([] if args.list else probes), *chain.from_iterable(costs for costs, _ in outcomes)]
+    costs = {(cost.file, *cost.macros.items()): cost for cost in found}
     if args.list:
-        _print_list(list(costs.values()))
+        for cost in sorted(costs.values(), key=lambda cost: -cost.seconds):
+            macros = " ".join(f"{name}={value}" for name, value in cost.macros.items())
+            print(f"{cost.seconds:7.2f} s  {cost.file:25} {textwrap.shorten(macros, _WIDTH, placeholder=' ...')}")
+        print(f"{sum(cost.seconds for cost in costs.values()):7.2f} s  in all, of one core")
     taken = perf_counter() - began
     print(f"{len(costs)} programs compiled in {taken:.1f} s" if costs else "nothing to compile: all is there already")
     return int(any(failure for _, failure in outcomes))
@@ -103,23 +110,7 @@ def jobs_on(device: cl.Device, models: list[str]) -> list[Job]:
     context = cl.Context([device])
     dtypes = amp.get_amp_supported_dtype(cl.CommandQueue(context, device))
     place = cache_writer.place_of(device)
-    return [
-        Job(model, dtype, place)
-        for model in models
-        for dtype in (dtypes if model in NETWORKS else (None,))
-    ]  # fmt: skip
-
-
-@contextmanager
-def _folders(*, anew: bool) -> Iterator[dict[str, str]]:
-    """Folders in which the processes keep what they compile: the user's folders, or, to see what everything takes,
-    empty ones."""
-    environment = cache_writer.environment()
-    if not anew:
-        yield environment
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield {**environment, "CLAMP_CACHE_DIR": f"{folder}/clamp", "POCL_CACHE_DIR": f"{folder}/pocl"}
+    return [Job(model, dtype, place) for model in models for dtype in (dtypes if model in NETWORKS else (None,))]
 
 
 def _in_child(job: Job, environment: dict[str, str], under_way: set[subprocess.Popen[str]]) -> tuple[list[Cost], str]:
@@ -181,11 +172,3 @@ def _costs() -> Iterator[list[Cost]]:
 
     with holding(program, "build", build):
         yield costs
-
-
-def _print_list(costs: list[Cost]) -> None:
-    """A line for each program, the costliest first."""
-    for cost in sorted(costs, key=lambda cost: -cost.seconds):
-        macros = " ".join(f"{name}={value}" for name, value in cost.macros.items())
-        print(f"{cost.seconds:7.2f} s  {cost.file:25} {textwrap.shorten(macros, _WIDTH, placeholder=' ...')}")
-    print(f"{sum(cost.seconds for cost in costs):7.2f} s  in all, of one core")

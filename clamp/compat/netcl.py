@@ -92,28 +92,22 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
 
 @dataclass
 class _Known:
-    """The device side of a scaler of netcl's.
+    """The device side of a scaler of netcl's."""
 
-    Attributes:
-        of: the scaler, with which this goes.
-        scales: for each queue netcl's scale when it was last seen, and a loss scale.
-        stuck: the scale at which inf or nan was met last, and how often in a row.
-    """
-
-    of: weakref.ref[Any]
+    # for each queue netcl's scale when it was last seen, and a loss scale
     scales: dict[cl.CommandQueue, tuple[float, LossScale]] = field(default_factory=dict)
-    stuck: tuple[float, int] = 0.0, 0
+    stuck: tuple[float, int] = 0.0, 0  # the scale at which inf or nan was met last, and how often in a row
 
 
-_known: dict[int, _Known] = {}  # by id, as scalers compare by value
+_known: dict[int, _Known] = {}  # by id, as scalers compare by value; each goes with its scaler
 
 
 def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     """The loss scale of a scaler on a queue, set to the scaler's own."""
-    key = id(scaler)
-    known = _known.get(key)
+    known = _known.get(id(scaler))
     if known is None:
-        known = _known[key] = _Known(weakref.ref(scaler, lambda _: _known.pop(key, None)))
+        known = _known[id(scaler)] = _Known()
+        weakref.finalize(scaler, _known.pop, id(scaler), None)
     value = min(max(float(scaler.scale), SMALLEST), LARGEST)
     bridge.set_host_scale(scaler, value)
     last, scale = known.scales.get(queue) or (value, LossScale(value))

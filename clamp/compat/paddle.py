@@ -190,6 +190,15 @@ class _AtLeastOne(DynamicLossScale):
 class _Scaling(ManualScaling):
     _scale_class = _AtLeastOne
 
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(optimizer, *args, **kwargs)
+        if not self.moves:
+            self.make_ready()
+        return result
+
+    def update(self) -> None:
+        super().update() if self.moves else self.make_ready()
+
     def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
         scaler = super().scale_on(queue)
         scaler.comes_down = self.moves
@@ -239,11 +248,11 @@ class GradScaler(FaceScaler):
         incr_every_n_steps: int = 2000, decr_every_n_nan_or_inf: int = 1, use_dynamic_loss_scaling: bool = True,
     ) -> None:  # fmt: skip
         enable = yes_or_no(type(self).__name__, "enable", enable)
-        self._dynamic = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+        moves = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
         settings = {"growth": incr_ratio, "backoff": decr_ratio, "interval": incr_every_n_steps}
         self._set_up(enable, init_loss_scaling, _Scaling, **settings, hysteresis=decr_every_n_nan_or_inf)
-        self._scaling.moves = self._dynamic
+        self._scaling.moves = moves
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -270,12 +279,7 @@ class GradScaler(FaceScaler):
         Raises:
             RuntimeError: twice since the last update, no gradients, or before any ``scale``.
         """
-        if not self._enabled:
-            return optimizer.step()
-        result = self._scaling.step(optimizer)
-        if not self._dynamic:
-            self._scaling.make_ready()
-        return result
+        return self._scaling.step(optimizer) if self._enabled else optimizer.step()
 
     def update(self) -> None:
         """Moves the scale by what the steps since the last update met.
@@ -283,12 +287,8 @@ class GradScaler(FaceScaler):
         Raises:
             RuntimeError: there was no step, or no gradients.
         """
-        if not self._enabled:
-            return
-        if self._dynamic:
+        if self._enabled:
             self._scaling.update()
-        else:
-            self._scaling.make_ready()
 
     def minimize(
         self, optimizer: Any, loss: Any = None, startup_program: Any = None, parameters: Any = None,
@@ -328,7 +328,7 @@ class GradScaler(FaceScaler):
 
     def is_use_dynamic_loss_scaling(self) -> bool:
         """Returns whether the scale moves."""
-        return self._dynamic
+        return self._scaling.moves
 
     def get_loss_scaling(self) -> float:
         """The scale now; reads the device. 1.0 if disabled."""
@@ -364,7 +364,7 @@ class GradScaler(FaceScaler):
     def _known(self) -> dict[str, Any]:
         known = super()._known()
         scale = np.array([known["loss_scale"]], np.float32)  # as Paddle has it, an array of one
-        return {**known, "loss_scale": scale, "dynamic": self._dynamic}
+        return {**known, "loss_scale": scale, "dynamic": self._scaling.moves}
 
     def _load(self, known: Mapping[str, Any]) -> None:
         for each in np.ravel(known["loss_scale"]):
@@ -374,7 +374,7 @@ class GradScaler(FaceScaler):
             raise ValueError(f"the scale must be one number, got an array of shape {scale.shape}")
         super()._load({**known, "loss_scale": scale.item()})
         self._scaling.set_scale(scale.item())  # what a static scale's steps have left moves it no more
-        self._dynamic = self._scaling.moves = bool(known["dynamic"])
+        self._scaling.moves = bool(known["dynamic"])
         self._init_scale = scale.item()
 
 

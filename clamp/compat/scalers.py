@@ -36,14 +36,10 @@ _CALLED = {
 _COUNTED = ("loss_scale", "unskipped", "bad_steps")  # of a loss scale's state
 
 
-class _NamedRule(ScaleRule):
-    """A rule of which messages speak in the faces' names."""
+class FaceRule(ScaleRule):
+    """A rule of which messages speak in the faces' names, and in which True and False are no numbers."""
 
     called = _CALLED
-
-
-class FaceRule(_NamedRule):
-    """A rule in which True and False are no numbers."""
 
     def __post_init__(self) -> None:
         for name, called in self.called.items():
@@ -51,7 +47,7 @@ class FaceRule(_NamedRule):
         super().__post_init__()
 
 
-class UncheckedRule(_NamedRule):
+class UncheckedRule(FaceRule):
     """The settings of a scaler that is not enabled: kept for those who ask for them, and used by nobody."""
 
     def __post_init__(self) -> None:
@@ -186,11 +182,9 @@ class GradScaler:
 
     def make(self) -> LossScale:
         """A loss scale that moves so."""
-        rule = _NamedRule(
-            growth=self.growth_factor, backoff=self.backoff_factor, interval=self.growth_interval,
-            min=min(1.0, LossScale(self.init_scale).scale), max=LARGEST,
-        )  # fmt: skip
-        return DynamicLossScale(self.init_scale, rule)
+        smallest = min(1.0, LossScale(self.init_scale).scale)
+        settings = self.growth_factor, self.backoff_factor, self.growth_interval
+        return DynamicLossScale(self.init_scale, FaceRule(FaceRule.initial, *settings, min=smallest, max=LARGEST))
 
 
 @dataclass(frozen=True)

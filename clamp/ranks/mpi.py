@@ -26,7 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,20 +48,8 @@ Array: TypeAlias = npt.NDArray[Any]
 REDUCE_DTYPES = ("float32", "float16", "bfloat16")
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """The part of an mpi4py communicator that is used."""
-
-    rank: int
-    size: int
-
-    def Dup(self) -> Any: ...
-    def Abort(self, errorcode: int = 0) -> Any: ...
-    def Bcast(self, buf: Any, root: int = 0) -> None: ...
-    def Alltoall(self, sendbuf: Any, recvbuf: Any) -> None: ...
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None: ...
-    def Iallgather(self, sendbuf: Any, recvbuf: Any) -> Any: ...
-    def Ibarrier(self) -> Any: ...
+#: The part of an mpi4py communicator that is used.
+_USED = ("rank", "size", "Dup", "Abort", "Bcast", "Alltoall", "Allgather", "Iallgather", "Ibarrier")
 
 
 class Ranks:
@@ -77,7 +65,7 @@ class Ranks:
     """
 
     def __init__(self, comm: Any, reduce_dtype: bridge.DTypeLike | None = None) -> None:
-        if not isinstance(comm, Communicator):
+        if not all(hasattr(comm, name) for name in _USED):
             raise TypeError(
                 f"distribute takes a communicator of mpi4py's, got {type(comm).__name__}: "
                 "`from mpi4py import MPI`, then MPI.COMM_WORLD (pip install mpi4py)"

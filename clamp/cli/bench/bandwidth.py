@@ -21,7 +21,7 @@ from netcl import autograd as ag
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
-from clamp.cli.bench.timing import Case, Contender, amp_in, counted_launches, dtypes_of, random_tensor, timed
+from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, launches_of, random_tensor, timed
 from clamp.ops.cast import cast_into
 from clamp.scaling.dynamic_scale import DynamicLossScale
 
@@ -64,34 +64,28 @@ def _batch_norm_relu(x: Node, gamma: Node, beta: Node, mean: Node, variance: Nod
 
 def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:
     """Forward and backward of every function, beside a copy of as many bytes."""
-    flush = _cache_flush(queue)
+    source = bridge.zeros(queue, (_FLUSHED_BYTES // 4,), "float32")
+    flush = partial(cast_into, source, bridge.empty(queue, source.shape, "float16"))
     for work in works(images):
         for backward in (False, True):
             runs = [_contender(queue, work, dtype, backward, flush) for dtype in (None, *dtypes_of(queue))]
-            contenders = [_copy_of(queue, runs[1].amount / 2, flush), *runs]  # of float32: as a 16-bit run moves, about
+            half = max(1, int(runs[1].amount) // 16)  # of the elements: a 16-bit run moves as many bytes, about
+            contenders = [_copy_kernel(random_tensor(queue, (half,), "float32"), flush), *runs]
             direction = "backward" if backward else "forward"
             yield Case("bandwidth", f"{work.name} {direction}, {'x'.join(map(str, work.shape))}", "GB/s", contenders)
 
 
-def _cache_flush(queue: cl.CommandQueue) -> Callable[[], object]:
-    """Returns a function that overwrites the caches of the device, so that what is timed next reads memory."""
-    source = bridge.zeros(queue, (_FLUSHED_BYTES // 4,), "float32")
-    return partial(cast_into, source, bridge.empty(queue, source.shape, "float16"))
-
-
-def _copy_of(queue: cl.CommandQueue, moved: float, flush: Callable[[], object]) -> Contender:
-    source = random_tensor(queue, (max(1, int(moved) // 8),), "float32")
-    target = bridge.empty(queue, source.shape, "float32")
-    turn = timed(partial(cast_into, source, target), queue.finish, flush)
+def _copy_kernel(source: Tensor, flush: Callable[[], object] | None = None) -> Contender:
+    """A copy, which moves bytes as fast as a kernel can."""
+    target = bridge.empty(source.queue, source.shape, "float32")
+    turn = timed(partial(cast_into, source, target), source.queue.finish, flush)
     return Contender("copy kernel", turn, 8.0 * source.size, is_baseline=True)
 
 
 def cast_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
-    """Casts beside a copy, which moves bytes as fast as a kernel can. netcl's own cast goes through the host."""
+    """Casts beside a copy. netcl's own cast goes through the host."""
     tensors = {dtype: random_tensor(queue, (elements,), dtype) for dtype in dtypes_of(queue)}
-    target = bridge.empty(queue, (elements,), "float32")
-    copy = timed(partial(cast_into, tensors["float32"], target), queue.finish)
-    contenders = [Contender("copy kernel", copy, 8.0 * elements, is_baseline=True)]
+    contenders = [_copy_kernel(tensors["float32"])]
     if netcl.amp.supports_fp16(queue):
         through_host = timed(partial(_netcl_cast, tensors["float32"]), queue.finish)
         contenders.append(Contender("netcl float32->float16", through_host, 6.0 * elements, is_baseline=True))
@@ -145,16 +139,16 @@ def unscale_cases(queue: cl.CommandQueue, elements: int) -> Iterator[Case]:
     holders = [SimpleNamespace(grad=random_tensor(queue, (size,), "float32")) for size in sizes]
     # Scales of 1: gradients that are unscaled again and again must not shrink to subnormals.
     theirs = netcl.amp.GradScaler(init_scale=1.0)
-    netcls = partial(theirs.unscale_grads, holders)
-    contenders = [
-        Contender("netcl", timed(netcls, queue.finish), is_baseline=True, extra=partial(_count_launches, netcls))
-    ]
+    calls: dict[str, Callable[[], object]] = {"netcl": partial(theirs.unscale_grads, holders)}
     for dtype in dtypes_of(queue):
         gradients = [random_tensor(queue, (size,), dtype) for size in sizes]
         # As scale_loss does it: float32 gradients in place, others into new ones.
         wide = gradients if dtype == "float32" else [bridge.empty(queue, (size,), "float32") for size in sizes]
-        call = partial(_scaler_pass, DynamicLossScale(1.0), gradients, wide)
-        contenders.append(Contender(f"clamp {dtype}", timed(call, queue.finish), extra=partial(_count_launches, call)))
+        calls[f"clamp {dtype}"] = partial(_scaler_pass, DynamicLossScale(1.0), gradients, wide)
+    contenders = [
+        Contender(name, timed(call, queue.finish), is_baseline=name == "netcl", extra=partial(launches_of, call))
+        for name, call in calls.items()
+    ]
     yield Case("unscale", f"{TENSORS} gradients, {sum(sizes)} elements", "ms", contenders)
 
 
@@ -169,9 +163,3 @@ def _scaler_pass(scaler: DynamicLossScale, sources: Sequence[Tensor], targets: S
     scaler.unscale_(sources, targets)
     scaler.update(1, 1)
     return scaler.overflowed(1)
-
-
-def _count_launches(call: Callable[[], object]) -> dict[str, float]:
-    with counted_launches() as launches:
-        call()
-    return {"launches": float(len(launches))}

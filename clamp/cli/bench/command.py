@@ -109,7 +109,9 @@ class Bench:
             # Drawn between turns only: a thread that redraws would take time from what is timed.
             progress = stack.enter_context(Progress(*columns, console=console, auto_refresh=False, transient=True))
             task = progress.add_task("")
-            for case in map(self._with_those_asked_for, self._cases(peers)):
+            for case in self._cases(peers):
+                if self.args.no_netcl:
+                    case = replace(case, contenders=[one for one in case.contenders if one.name.split()[0] != "netcl"])
                 what = f"{case.work} {case.name}"
 
                 def show(name: str, what: str = what) -> None:
@@ -126,11 +128,6 @@ class Bench:
         """Writes what was measured so far, after each case: a run may be cut off."""
         if self.file is not None:
             write_json(self.file, {**self.head(), "ratios": RATIOS, "rows": [asdict(row) for row in self.rows]})
-
-    def _with_those_asked_for(self, case: Case) -> Case:
-        if not self.args.no_netcl:
-            return case
-        return replace(case, contenders=[one for one in case.contenders if one.name.split()[0] != "netcl"])
 
     def _start_peers(self, stack: ExitStack) -> list[PeerProcess]:
         if self.args.no_peers:

@@ -194,15 +194,7 @@ EXAMPLES = {"mlp": MLP, "cnn": CNN, "lm": LM}  # by the names that options give 
 
 
 class Trainer:
-    """Trains a network: the loop of the examples.
-
-    Args:
-        queue: where.
-        network: what.
-
-    Attributes:
-        model, optimizer: the network's.
-    """
+    """Trains a network on a queue, by the loop of the examples, its ``model`` with its ``optimizer``."""
 
     def __init__(self, queue: cl.CommandQueue, network: Network) -> None:
         np.random.seed(0)  # netcl's initializers draw from it

@@ -26,36 +26,24 @@ _OTHERS = "others"
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a device ran.
+    """A command that a device ran."""
 
-    Attributes:
-        name: the kernel's, or ``"read"``, ``"write"``, ``"copy"``, ...
-        kind: ``"kernel"`` or ``"transfer"``.
-        queued, submitted, start, end: seconds of the device's clock since the step's first command was enqueued.
-    """
-
-    name: str
-    kind: str
+    name: str  # the kernel's, or ``"read"``, ``"write"``, ``"copy"``, ...
+    kind: str  # ``"kernel"`` or ``"transfer"``
     queued: float
     submitted: float
     start: float
-    end: float
+    end: float  # all of them: seconds of the device's clock since the step's first command was enqueued
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A time between two commands in which the device ran none.
-
-    Attributes:
-        after, before: names of the two.
-        seconds: how long.
-        waited_for_host: so much of it, in which no command was enqueued.
-    """
+    """A time between two commands in which the device ran none."""
 
     after: str
-    before: str
+    before: str  # after, before: names of the two
     seconds: float
-    waited_for_host: float
+    waited_for_host: float  # so much of it, in which no command was enqueued
 
 
 @dataclass(frozen=True)
@@ -70,21 +58,13 @@ class Total:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step.
+    """One step."""
 
-    Attributes:
-        commands: in the order in which they started.
-        waits: in the order in which they began.
-        step_seconds: until the device had finished.
-        host_seconds: until the program had enqueued all, its waits included.
-        unseen: commands without times, of queues without profiling.
-    """
-
-    commands: tuple[Command, ...]
-    waits: tuple[Wait, ...]
-    step_seconds: float
-    host_seconds: float
-    unseen: int = 0
+    commands: tuple[Command, ...]  # in the order in which they started
+    waits: tuple[Wait, ...]  # in the order in which they began
+    step_seconds: float  # until the device had finished
+    host_seconds: float  # until the program had enqueued all, its waits included
+    unseen: int = 0  # commands without times, of queues without profiling
 
     @property
     def span(self) -> float:

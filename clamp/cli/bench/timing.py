@@ -178,6 +178,13 @@ def counted_launches() -> Iterator[list[str]]:
         yield names
 
 
+def launches_of(call: Callable[[], object]) -> dict[str, float]:
+    """How many kernels a call launches, as a contender's figure."""
+    with counted_launches() as names:
+        call()
+    return {"launches": float(len(names))}
+
+
 # ---------------------------------------------------------------------------------------------- what cases share
 
 

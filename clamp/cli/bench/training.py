@@ -19,7 +19,7 @@ from clamp import amp
 from clamp.cli.bench.networks import Network, Trainer
 from clamp.cli.bench.peers import PeerProcess, peer_contenders
 from clamp.cli.bench.report import Row, memory_rows
-from clamp.cli.bench.timing import Case, Contender, amp_in, counted_launches, dtypes_of, timed
+from clamp.cli.bench.timing import Case, Contender, amp_in, dtypes_of, launches_of, timed
 from clamp.debug.memory_meter import by_kind, pieces_now
 from clamp.debugging import MemoryMeter
 from clamp.handle import AmpHandle, NoOpHandle
@@ -105,9 +105,8 @@ class Variant:
 
     def launches(self) -> dict[str, float]:
         """How many kernels a step launches."""
-        with self.steps() as train, counted_launches() as launches:
-            train()
-        return {"launches": float(len(launches))}
+        with self.steps() as train:
+            return launches_of(train)
 
     def memory(self) -> dict[str, int]:
         """Bytes of activations at the end of forward, and the peak of a whole step.
