@@ -46,20 +46,15 @@ AmpOptions = dict[str, Any]
 
 @dataclass
 class Run:
-    """What one training run measured, a list entry per step.
-
-    Attributes:
-        score: what the model is judged by in the end; nan if the run was stopped before.
-        weights: dtypes of the parameters at the end.
-    """
+    """What one training run measured, a list entry per step."""
 
     steps_per_epoch: int
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped: int = 0
-    score: float = nan
-    weights: list[str] = field(default_factory=list)
+    score: float = nan  # what the model is judged by in the end; nan if the run was stopped before
+    weights: list[str] = field(default_factory=list)  # dtypes of the parameters at the end
 
     def record(self, loss: Tensor, handle: AmpHandle | NoOpHandle, start: float) -> None:
         """Notes a step that began at ``start``, and its loss."""
@@ -75,28 +70,16 @@ class Run:
         return [fmean(self.losses[first : first + size]) for first in range(0, len(self.losses), size)]
 
 
-OnStep = Callable[[Run], None]
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What a training run is to be.
+    """What a training run is to be."""
 
-    Attributes:
-        amp_options: what ``amp.init`` is given.
-        steps: after how many it ends.
-        batch: of every step.
-        seed: of the weights and of the order of the data.
-        whole: the steps after which the learning rate would be zero; by default ``steps``.
-        on_step: called with the run so far after every step.
-    """
-
-    amp_options: AmpOptions
-    steps: int
-    batch: int = 64
-    seed: int = 0
-    whole: int | None = None
-    on_step: OnStep = lambda run: None
+    amp_options: AmpOptions  # what ``amp.init`` is given
+    steps: int  # after how many it ends
+    batch: int = 64  # of every step
+    seed: int = 0  # of the weights and of the order of the data
+    whole: int | None = None  # the steps after which the learning rate would be zero; by default ``steps``
+    on_step: Callable[[Run], None] = lambda run: None  # called with the run so far after every step
 
     @property
     def is_whole(self) -> bool:
@@ -110,16 +93,11 @@ class Plan:
 
 @dataclass
 class Result:
-    """The runs of one way of training, one for each seed.
-
-    Attributes:
-        activation_bytes: what the forward of one batch leaves on the device for backward.
-        peak_bytes: the most that one step has on the device at a time; not the parameters, not the inputs.
-    """
+    """The runs of one way of training, one for each seed."""
 
     name: str
-    activation_bytes: int = 0
-    peak_bytes: int = 0
+    activation_bytes: int = 0  # what the forward of one batch leaves on the device for backward
+    peak_bytes: int = 0  # the most that one step has on the device at a time; not the parameters, not the inputs
     runs: list[Run] = field(default_factory=list)
 
     @property
@@ -142,30 +120,24 @@ class Result:
         """Loss of every step, mean over the seeds."""
         return np.mean([run.losses for run in self.runs], axis=0)
 
+    @property
+    def epochs(self) -> np.ndarray:
+        """How many epochs are done after each step."""
+        return (np.arange(len(self.runs[0].losses)) + 1) / self.runs[0].steps_per_epoch
+
 
 @dataclass(frozen=True)
 class Task:
-    """A training that is run in several ways.
+    """A training that is run in several ways."""
 
-    Attributes:
-        title: of the table.
-        score: what a model is judged by, a column of the table.
-        show_score: a score as text.
-        steps: of a whole run.
-        train: makes a run.
-        memory: ``memory(amp_options)``: bytes of the activations and at the peak, of one training step.
-        epoch: what the plot counts in.
-        note: what one must know to read the table.
-    """
-
-    title: str
-    score: str
-    show_score: Callable[[float], str]
-    steps: int
-    train: Callable[[Plan], Run]
-    memory: Callable[[AmpOptions], tuple[int, int]]
-    epoch: str = "epoch"
-    note: str = ""
+    title: str  # of the table
+    score: str  # what a model is judged by, a column of the table
+    show_score: Callable[[float], str]  # a score as text
+    steps: int  # of a whole run
+    train: Callable[[Plan], Run]  # makes a run
+    memory: Callable[[AmpOptions], tuple[int, int]]  # bytes of the activations and at the peak, of one training step
+    epoch: str = "epoch"  # what the plot counts in
+    note: str = ""  # what one must know to read the table
 
     def whole(self, result: Result) -> bool:
         """Whether a way was trained to the end."""
@@ -270,6 +242,10 @@ def table(task: Task, results: list[Result]) -> Table:
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
     baseline = results[0].step_milliseconds if results[0].name == BASELINE else None
+
+    def times(ratio: float) -> str:
+        return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x"
+
     for result in results:
         scale = result.runs[-1].scales[-1]
         shown.add_row(
@@ -285,20 +261,10 @@ def table(task: Task, results: list[Result]) -> Table:
     return shown
 
 
-def times(ratio: float) -> str:
-    """How many times as fast, short."""
-    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x"
-
-
 def memory_of(result: Result) -> str:
     """What a forward leaves, and the peak of a step, in MiB."""
-    return f"{mebibytes(result.activation_bytes)} / {mebibytes(result.peak_bytes)}"
-
-
-def mebibytes(count: int) -> str:
-    """A number of bytes in MiB, short."""
-    mib = count / 2**20
-    return f"{mib:.0f}" if mib >= 10 else f"{mib:.2g}"
+    both = (count / 2**20 for count in (result.activation_bytes, result.peak_bytes))
+    return " / ".join(f"{mib:.0f}" if mib >= 10 else f"{mib:.2g}" for mib in both)
 
 
 STYLES = (
@@ -335,9 +301,11 @@ def draw_curves(task: Task, results: list[Result], baseline: Result, panels: Any
     for result, style in zip(results, STYLES, strict=True):
         draw_loss(loss, result, style, by_epoch, with_seeds=result is baseline)
         if result is not baseline:
-            draw_distance(distance, result, baseline, style)
+            reference = baseline.mean_losses[: len(result.mean_losses)]
+            apart = np.abs(result.mean_losses - reference) / reference
+            distance.plot(result.epochs, apart, label=result.name, color=style["color"], linewidth=0.9)
     scales = results[-1].runs[-1].scales
-    scale.step(epochs_of(results[-1]), scales, where="post", color=STYLES[-1]["color"])
+    scale.step(results[-1].epochs, scales, where="post", color=STYLES[-1]["color"])
 
     what = f"mean of one {task.epoch}\n(thin: every step, {baseline.name})" if by_epoch else "every step"
     loss.set(yscale="log", ylabel=f"training loss, {what}")
@@ -370,30 +338,18 @@ def draw_bars(axes: Any, title: str, values: list[float], texts: list[str], inne
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def epochs_of(result: Result) -> np.ndarray:
-    """How many epochs are done after each step."""
-    return (np.arange(len(result.mean_losses)) + 1) / result.runs[0].steps_per_epoch
-
-
 def draw_loss(axes: Any, result: Result, style: dict[str, Any], by_epoch: bool, with_seeds: bool) -> None:
     """The loss by epochs, or by steps; with_seeds: by epochs and by steps, and the range of the seeds."""
     if not by_epoch:
-        axes.plot(epochs_of(result), result.mean_losses, label=result.name, **style)
+        axes.plot(result.epochs, result.mean_losses, label=result.name, **style)
         return
     curves = [run.epoch_losses for run in result.runs]
     middles = np.arange(len(curves[0])) + 0.5
     axes.plot(middles, np.mean(curves, axis=0), label=result.name, marker="o", **style)
     if with_seeds:
-        axes.plot(epochs_of(result), result.mean_losses, alpha=0.4, color=style["color"], linewidth=0.9)
+        axes.plot(result.epochs, result.mean_losses, alpha=0.4, color=style["color"], linewidth=0.9)
         if len(curves) > 1:
             axes.fill_between(middles, np.min(curves, axis=0), np.max(curves, axis=0), color="#e4e6ea", label="seeds")
-
-
-def draw_distance(axes: Any, result: Result, baseline: Result, style: dict[str, Any]) -> None:
-    """How far the loss of every step is from the baseline's."""
-    reference = baseline.mean_losses[: len(result.mean_losses)]
-    distance = np.abs(result.mean_losses - reference) / reference
-    axes.plot(epochs_of(result), distance, label=result.name, color=style["color"], linewidth=0.9)
 
 
 # ---------------------------------------------------------------------------------------------- the command line

@@ -16,9 +16,9 @@ from itertools import islice
 
 import numpy as np
 import pyopencl as cl
-from common import check_batch, describe, open_queue, run_main
-from comparison import Plan, Run, add_options, show
-from images import CLASSES, Images, accuracy, batches, make_task
+from common import run_main
+from comparison import Plan, Run, add_options
+from images import CLASSES, Images, accuracy, batches, compare_on
 from netcl import autograd as ag
 from netcl.nn import functional as F
 from netcl.nn.layers import Linear, ReLU, Sequential
@@ -95,11 +95,7 @@ def main() -> None:
     add_device_option(parser)
     parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="times through the data (20)")
     add_options(parser, batch=64)
-    options = parser.parse_args()
-    digits = load()
-    check_batch(parser, options.batch, len(digits.train_y))
-    queue = open_queue(options.device)
-    show(make_task("Digits", queue, digits, make_model, train, options), options, describe(queue))
+    compare_on("Digits", load(), make_model, train, parser, parser.parse_args())
 
 
 if __name__ == "__main__":

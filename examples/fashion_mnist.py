@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pyopencl as cl
-from common import check_batch, describe, open_queue, run_main
-from comparison import Plan, Run, add_options, show
-from images import CLASSES, Images, accuracy, batches, make_task
+from common import run_main
+from comparison import Plan, Run, add_options
+from images import CLASSES, Images, accuracy, batches, compare_on
 from netcl import autograd as ag
 from netcl.nn import functional as F
 from netcl.nn.batchnorm import BatchNorm2dModule as BatchNorm2d
@@ -134,10 +134,7 @@ def main() -> None:
     add_options(parser, batch=64, netcl_steps=10)
     parser.add_argument("--data", type=Path, default=DEBIAN, metavar="DIR", help=f"default: {DEBIAN}")
     options = parser.parse_args()
-    images = load(options.data)
-    check_batch(parser, options.batch, len(images.train_y))
-    queue = open_queue(options.device)
-    show(make_task("Fashion-MNIST", queue, images, make_model, train, options), options, describe(queue))
+    compare_on("Fashion-MNIST", load(options.data), make_model, train, parser, options)
 
 
 if __name__ == "__main__":

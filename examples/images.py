@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 import pyopencl as cl
-from comparison import AmpOptions, Plan, Run, Task, step_memory
+from common import check_batch, describe, open_queue
+from comparison import AmpOptions, Plan, Run, Task, show, step_memory
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
 from netcl.nn import functional as F
@@ -65,22 +66,24 @@ def accuracy(model: Module, queue: cl.CommandQueue, images: Images) -> float:
     return 100 * right / len(images.test_y)
 
 
-def make_task(
+def compare_on(
     name: str,
-    queue: cl.CommandQueue,
     images: Images,
     make_model: Callable[[cl.CommandQueue], Module],
     train: Callable[[cl.CommandQueue, Images, Plan], Run],
+    parser: argparse.ArgumentParser,
     options: argparse.Namespace,
-) -> Task:
-    """What is run in three ways."""
+) -> None:
+    """Trains in three ways, prints the table, draws the plot."""
+    check_batch(parser, options.batch, len(images.train_y))
+    queue = open_queue(options.device)
 
     def memory(amp_options: AmpOptions) -> tuple[int, int]:
         model = make_model(queue)
         x, y = on_device(queue, images, np.arange(options.batch))
         return step_memory(model, lambda: F.cross_entropy(model(ag.tensor(x)), ag.tensor(y)), amp_options)
 
-    return Task(
+    task = Task(
         title=f"{name}: epochs {options.epochs}, batch {options.batch}, seeds {options.seeds}",
         score="test\naccuracy",
         show_score="{:.2f} %".format,
@@ -88,3 +91,4 @@ def make_task(
         train=partial(train, queue, images),
         memory=memory,
     )
+    show(task, options, describe(queue))

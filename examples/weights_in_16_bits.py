@@ -48,21 +48,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """What is trained."""
 
-    Attributes:
-        make_model: the model, on a queue.
-        batches: of inputs and one-hot targets, in the order that a generator draws.
-        score: what is right of what the model has not seen, in percent.
-        lr: at the first step.
-        steps: of a run.
-    """
-
-    make_model: Callable[[cl.CommandQueue], Module]
+    make_model: Callable[[cl.CommandQueue], Module]  # on a queue
+    # of inputs and one-hot targets, in the order that a generator draws
     batches: Callable[[cl.CommandQueue, np.random.Generator], Iterator[tuple[Any, Tensor]]]
-    score: Callable[[Module, cl.CommandQueue], float]
-    lr: float
-    steps: int
+    score: Callable[[Module, cl.CommandQueue], float]  # what is right of what the model has not seen, in percent
+    lr: float  # at the first step
+    steps: int  # of a run
 
 
 def of_images(example: Any, steps: int) -> Job:

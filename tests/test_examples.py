@@ -122,7 +122,7 @@ def test_an_example_refuses_what_makes_no_sense(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = example(name)
-    monkeypatch.setattr(module, "open_queue", None)  # before there is a device
+    monkeypatch.setattr("common.choose_device", None)  # before there is a device
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as exit_info:
         module.main()

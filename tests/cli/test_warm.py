@@ -12,10 +12,7 @@ from pathlib import Path
 import pyopencl as cl
 import pytest
 
-from clamp import amp
 from clamp.cli import main, warm
-from clamp.cli.bench.networks import CNN, LM, MLP, README_MLP, Network, Trainer
-from clamp.cli.devices import is_simulator
 from clamp.opencl import amx, cache
 
 SCRIPT = """
@@ -164,15 +161,3 @@ def test_networks(device: str, model: str, tmp_path: Path, capsys: pytest.Captur
     assert main(["warm", "--device", device, "--model", model]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compile: all is there already"
     assert len(os.listdir(tmp_path / "kept")) > 10
-
-
-@pytest.mark.parametrize("network", [README_MLP, MLP, CNN, LM], ids=str)
-def test_small_networks_learn(queue: cl.CommandQueue, network: Network) -> None:
-    if is_simulator(queue.device):
-        pytest.skip("too slow to simulate")
-    trainer = Trainer(queue, network)
-    with amp.init(loss_scale=1.0) as handle:
-        before = float(trainer.step(handle, 2).to_host().item())
-        assert handle.last_step is not None
-        assert handle.last_step.stepped
-    assert before > 0

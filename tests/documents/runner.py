@@ -34,35 +34,22 @@ _OPTIMIZERS = ("SGD", "Adam", "AdamW", "Momentum", "RMSProp")
 
 @dataclass
 class Step:
-    """One step that an optimizer really took.
-
-    Attributes:
-        absent: numbers of the parameters that had no gradient.
-        unmoved: numbers of those that had one, not zero, and kept every bit.
-        zero: numbers of those whose gradient was zero everywhere.
-    """
+    """One step that an optimizer really took, with numbers of its parameters."""
 
     optimizer: Any
-    absent: list[int]
-    unmoved: list[int]
-    zero: list[int]
+    absent: list[int]  # that had no gradient
+    unmoved: list[int]  # that had one, not zero, and kept every bit
+    zero: list[int]  # whose gradient was zero everywhere
 
 
 @dataclass
 class Ran:
-    """What a page did.
+    """What a page did."""
 
-    Attributes:
-        names: the module's names at the end of the page.
-        shown: what each line printed or showed, in order.
-        steps: the steps that were taken; a skipped one never reaches an optimizer.
-        claims: the comments that were compared with what was shown.
-    """
-
-    names: dict[str, Any]
-    shown: dict[int, list[str]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    claims: int = 0
+    names: dict[str, Any]  # the module's at the end of the page
+    shown: dict[int, list[str]] = field(default_factory=dict)  # what each line printed or showed, in order
+    steps: list[Step] = field(default_factory=list)  # that were taken; a skipped one never reaches an optimizer
+    claims: int = 0  # comments that were compared with what was shown
 
     def __getitem__(self, name: str) -> Any:
         return self.names[name]

@@ -29,18 +29,12 @@ _STORES: dict[type, dict[str, Any]] = {}  # netcl's optimizers build their kerne
 
 @dataclass(frozen=True)
 class Case:
-    """How a network is trained.
+    """How a network is trained."""
 
-    Attributes:
-        network: ``"mlp"``, stepped by Adam, or ``"cnn"``, by SGD with momentum.
-        recorded: whether its step is an ``amp.record``.
-        dtype, level: of AMP; at O2 its parameters are 16-bit, with masters.
-    """
-
-    network: str
-    recorded: bool
+    network: str  # ``"mlp"``, stepped by Adam, or ``"cnn"``, by SGD with momentum
+    recorded: bool  # whether its step is an ``amp.record``
     dtype: str
-    level: str
+    level: str  # dtype, level: of AMP; at O2 its parameters are 16-bit, with masters
 
     def __str__(self) -> str:
         return f"{self.network}-{'recorded' if self.recorded else 'eager'}-{self.dtype}-{self.level}"
