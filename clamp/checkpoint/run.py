@@ -115,9 +115,8 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
                 restore = session.require_handle()._scaling.restore
                 undo.keep(partial(restore, session.state_dict()))
                 writes.append(([], partial(_restore_scales, path, restore, states)))
-    undo.keep_tensors(tensor for tensors, _ in writes for tensor in tensors)
-    for optimizer in stepped:
-        undo.keep_optimizer(optimizer)
+    undo.keep_state(tensor for tensors, _ in writes for tensor in tensors)
+    undo.keep_state(stepped)
     try:
         for _, write_now in writes:
             write_now()

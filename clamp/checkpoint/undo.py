@@ -27,14 +27,10 @@ class Undo:
         self._rest: list[Callable[[], Any]] = []
         self._own: list[tuple[Any, Any]] = []  # optimizers of the user's that began to load, with their state before
 
-    def keep_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """These tensors are about to be written."""
-        for tensor in tensors:
-            self._keep(tensor)
-
-    def keep_optimizer(self, optimizer: Any) -> None:
-        """This optimizer's attributes are about to be replaced, or written into."""
-        self._keep(getattr(optimizer, "__dict__", None))
+    def keep_state(self, items: Iterable[Any]) -> None:
+        """These tensors, or the attributes of these optimizers, are about to be written or replaced."""
+        for item in items:
+            self._keep(item if isinstance(item, Tensor) else getattr(item, "__dict__", None))
 
     def keep(self, put_back: Callable[[], Any]) -> None:
         """Notes how to put back a state that is about to be changed."""
@@ -79,7 +75,7 @@ class Undo:
         elif isinstance(x, tuple):
             self._keep_all(x)
         elif bridge.is_netcl_optimizer(x):  # the one inside an optimizer of the user's
-            self.keep_optimizer(x)
+            self.keep_state([x])
 
     def _keep_all(self, items: Iterable[Any]) -> None:
         for item in items:

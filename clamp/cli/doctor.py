@@ -174,13 +174,9 @@ def self_check(device: cl.Device) -> str:
     try:
         context = cl.Context([device])
         queue = cl.CommandQueue(context, device)
-        for dtype, epsilon in _PRECISIONS.items():
-            problem = _check_dtype(queue, dtype, epsilon)
-            if problem:
-                return problem
+        return next(filter(None, (_check_dtype(queue, *of_dtype) for of_dtype in _PRECISIONS.items())), "")
     except Exception as error:  # as above
         return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _check_dtype(queue: cl.CommandQueue, dtype: str, epsilon: float) -> str:

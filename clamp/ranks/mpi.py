@@ -26,6 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,19 +104,19 @@ class Ranks:
             RankError: the ranks passed tensors of different shapes or dtypes.
         """
         tensors = list({id(tensor): tensor for root in roots for tensor in _tensors_of(root)}.values())
-        sizes = [bridge.nbytes(tensor) for tensor in tensors]
-        message = np.empty(sum(sizes), np.uint8)
-        places = np.cumsum([0, *sizes])
+        ends = np.cumsum([bridge.nbytes(tensor) for tensor in tensors], dtype=np.int64)
+        message = np.empty(ends[-1] if tensors else 0, np.uint8)
+        parts = list(zip(tensors, np.split(message, ends), strict=False))  # behind the last end there is nothing
         if self.rank == 0:
-            for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
-                message[begin:end] = bridge.read_bytes(tensor)
+            for tensor, part in parts:
+                part[...] = bridge.read_bytes(tensor)
         with self._meeting.whole():
             self._meeting.exchange(Kind.BROADCAST, layout=digest(shapes_of(tensors)))
             self._parameters.name(roots)
             self._comm.Bcast(message, root=0)
         if self.rank != 0:
-            for tensor, begin, end in zip(tensors, places, places[1:], strict=False):
-                bridge.write_bytes(tensor, message[begin:end])
+            for tensor, part in parts:
+                bridge.write_bytes(tensor, part)
             weight_cache.clear()
 
     # ------------------------------------------------------------------------------------------ one pass
@@ -250,19 +251,15 @@ class Ranks:
     def _hand_out(self, params: Sequence[Tensor], averages: Array, present: Array) -> list[Tensor | None]:
         together = bridge.empty(params[0].queue, averages.shape, self.reduce_dtype)
         bridge.write_bytes(together, averages.view(np.uint8))
-        begins = np.cumsum([0, *(param.size for param in params)])
-        chosen = [index for index in range(len(params)) if present[index]]
-        gradients: list[Tensor | None] = [None] * len(params)
-        targets = {index: bridge.empty(params[index].queue, params[index].shape, "float32") for index in chosen}
-        split(
-            together,
-            0,
-            [(int(begins[index]), params[index].size) for index in chosen],
-            out_dtypes=["float32"] * len(chosen),
-            outs=[bridge.view(target, (target.size,)) for target in targets.values()],
-        )
-        for index, target in targets.items():
-            gradients[index] = target
+        begins = accumulate((param.size for param in params), initial=0)
+        gradients = [
+            bridge.empty(param.queue, param.shape, "float32") if is_there else None
+            for param, is_there in zip(params, present, strict=True)
+        ]
+        chosen = [(begin, target) for begin, target in zip(begins, gradients, strict=False) if target is not None]
+        places = [(begin, target.size) for begin, target in chosen]
+        outs = [bridge.view(target, (target.size,)) for _, target in chosen]
+        split(together, 0, places, out_dtypes=["float32"] * len(chosen), outs=outs)
         return gradients
 
 

@@ -45,21 +45,20 @@ class Work:
 def works(images: int) -> list[Work]:
     """The functions of convolutional networks and of transformers, at their usual sizes."""
     image, rows = (images, 64, 56, 56), (images * 128, 1024)
-    channels = [(64,)] * 4
+
+    def batch_norm(x: Node, gamma: Node, beta: Node, mean: Node, variance: Node) -> Node:
+        return ag.batch_norm2d_relu(x, gamma, beta, mean.value, variance.value, training=True)
+
     # Lambdas find the functions when they are called: AMP cannot reach what a partial holds.
     return [
         Work("depthwise_conv2d 3x3", image, lambda x, w: ag.depthwise_conv2d(x, w, pad=1), [(64, 1, 3, 3)]),
         Work("max_pool2d 2x2", image, lambda x: ag.max_pool2d(x, kernel_size=2, stride=2)),
         Work("avg_pool2d 2x2", image, lambda x: ag.avg_pool2d(x, kernel_size=2, stride=2), backward_reads=(0, 1)),
-        Work("batch_norm2d_relu", image, _batch_norm_relu, channels, reads=2, backward_reads=(2, 2)),
+        Work("batch_norm2d_relu", image, batch_norm, [(64,)] * 4, reads=2, backward_reads=(2, 2)),
         Work("layer_norm", rows, lambda x, gamma, beta: ag.layer_norm(x, gamma, beta), [(1024,)] * 2),
         Work("rms_norm", rows, lambda x, gamma: ag.rms_norm(x, gamma), [(1024,)]),
         Work("softmax", rows, lambda x: ag.softmax(x)),
     ]
-
-
-def _batch_norm_relu(x: Node, gamma: Node, beta: Node, mean: Node, variance: Node) -> Node:
-    return ag.batch_norm2d_relu(x, gamma, beta, mean.value, variance.value, training=True)
 
 
 def bandwidth_cases(queue: cl.CommandQueue, images: int) -> Iterator[Case]:

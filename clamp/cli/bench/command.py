@@ -6,11 +6,12 @@ import importlib.util
 import os
 import platform
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from clamp.cli.bench.report import (
 )
 from clamp.cli.bench.steps import call_cases, first_step_cases, small_cases
 from clamp.cli.bench.timeline import content_of, plot, print_timeline, timeline_of
-from clamp.cli.bench.timing import NORMAL, QUICK, Case, Effort, dtypes_of, interleave
+from clamp.cli.bench.timing import NORMAL, QUICK, Case, Effort, interleave
 from clamp.cli.bench.training import checkpoint_case, memory_of, step_case, step_variants
 from clamp.cli.console import make_console
 from clamp.cli.devices import choose_device, describe, slug
@@ -144,27 +145,21 @@ class Bench:
         return device.compute_units if device.is_cpu else os.cpu_count() or 1
 
     def _cases(self, peers: Sequence[PeerProcess]) -> Iterator[Case]:
-        args = self.args
-        if "gemm" in args.only:
-            sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
-            yield from gemm_cases(self.queue, sizes, args.layouts, peers)
+        args, queue = self.args, self.queue
+        sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
         images = args.images or (QUICK_IMAGES if args.quick else IMAGES)
-        if "conv" in args.only:
-            yield from conv_cases(self.queue, args.convs, images, peers)
-        if "attention" in args.only:
-            yield from attention_cases(self.queue, args.attention, peers)
-        if "bandwidth" in args.only:
-            yield from bandwidth_cases(self.queue, images)
-        if "cast" in args.only:
-            yield from cast_cases(self.queue, args.elements)
-        if "unscale" in args.only:
-            yield from unscale_cases(self.queue, args.elements)
-        if "first-step" in args.only:
-            for dtype in dtypes_of(self.queue)[1:2]:
-                yield from first_step_cases(self.queue.device, dtype, args.against)
-        if "small" in args.only:
-            yield from small_cases(self.queue, peers)
-            yield from call_cases(self.queue)
+        cases_of: dict[str, Callable[[], Iterator[Case]]] = {
+            "gemm": lambda: gemm_cases(queue, sizes, args.layouts, peers),
+            "conv": lambda: conv_cases(queue, args.convs, images, peers),
+            "attention": lambda: attention_cases(queue, args.attention, peers),
+            "bandwidth": lambda: bandwidth_cases(queue, images),
+            "cast": lambda: cast_cases(queue, args.elements),
+            "unscale": lambda: unscale_cases(queue, args.elements),
+            "first-step": lambda: first_step_cases(queue, args.against),
+            "small": lambda: chain(small_cases(queue, peers), call_cases(queue)),
+        }
+        for work in (work for work in cases_of if work in args.only):
+            yield from cases_of[work]()
         for network in memory_networks(args) if "memory" in args.only else ():
             self.rows += memory_of(self.queue, network, with_netcl=not args.no_netcl)
             self.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
+from math import prod
 
 import pyopencl as cl
 from netcl import autograd as ag
@@ -109,22 +110,6 @@ class ConvShape:
         size = f"{self.images}x{self.channels}x{self.height}x{self.width}->{self.features}"
         return f"{self.kernel}x{self.kernel} stride {self.stride}, {size}"
 
-    @property
-    def window(self) -> Window:
-        """The geometry, for `clamp.ops.conv`."""
-        return Window((self.stride, self.stride), (self.pad, self.pad), (1, 1), 1)
-
-    @property
-    def output(self) -> tuple[int, int]:
-        """Height and width of the result."""
-        return self.window.output((self.height, self.width), (self.kernel, self.kernel))
-
-    @property
-    def flops(self) -> float:
-        """Of one direction: a multiplication and an addition for each tap of each result."""
-        taps = self.channels * self.kernel**2
-        return 2.0 * self.images * self.features * self.output[0] * self.output[1] * taps
-
 
 #: Channels, height, width, features, kernel, stride and padding: of a ResNet's stages; of every convolution of a
 #: ResNet-18 on images of 224 x 224, each once; and a small one, to try the command, as netcl compiles and tries a dozen
@@ -154,33 +139,30 @@ def conv_cases(queue: cl.CommandQueue, shapes: str, images: int, peers: Sequence
 
 def _directions(queue: cl.CommandQueue, shape: ConvShape) -> Iterator[tuple[str, list[Contender], float]]:
     """Of each direction its name, who computes it here, and the flops of a call."""
-    data = {dtype: _tensors(queue, shape, dtype) for dtype in dtypes_of(queue)}
-    x, w, _ = data["float32"]
-    image, kernel, window = (shape.height, shape.width), (shape.kernel, shape.kernel), shape.window
-    netcl = timed(partial(netcl_conv2d, x, w, stride=shape.stride, pad=shape.pad), queue.finish)
-    makers: dict[str, Callable[[Tensor, Tensor, Tensor, str], Callable[[], object]]] = {
-        "forward": lambda x, w, g, dtype: partial(conv2d, x, w, window, out_dtype=dtype),
-        "input-gradient": lambda x, w, g, dtype: partial(conv2d_input_grad, g, w, image, window, out_dtype=dtype),
-        "weight-gradient": lambda x, w, g, dtype: partial(
-            conv2d_weight_grad, x, g, kernel, window, out_dtype="float32"
-        ),
+    image, kernel = (shape.height, shape.width), (shape.kernel, shape.kernel)
+    window = Window((shape.stride, shape.stride), (shape.pad, shape.pad), (1, 1), 1)
+    result = (shape.images, shape.features, *window.output(image, kernel))
+    sizes = (shape.images, shape.channels, *image), (shape.features, shape.channels, *kernel), result
+    data = {
+        dtype: [random_tensor(queue, size, dtype, seed) for seed, size in enumerate(sizes)]
+        for dtype in dtypes_of(queue)
     }
-    for name, make in makers.items():
-        turns = {dtype: timed(make(*tensors, dtype), queue.finish) for dtype, tensors in data.items()}
-        yield name, _contenders(netcl if name == "forward" else None, turns, shape.flops), shape.flops
+    flops = 2.0 * prod(result) * shape.channels * shape.kernel**2  # two for each tap of each result
+    x, w, _ = data["float32"]
+    netcl = timed(partial(netcl_conv2d, x, w, stride=shape.stride, pad=shape.pad), queue.finish)
+    directions: dict[str, Callable[..., Tensor]] = {
+        "forward": lambda x, w, g, dtype: conv2d(x, w, window, out_dtype=dtype),
+        "input-gradient": lambda x, w, g, dtype: conv2d_input_grad(g, w, image, window, out_dtype=dtype),
+        "weight-gradient": lambda x, w, g, dtype: conv2d_weight_grad(x, g, kernel, window, out_dtype="float32"),
+    }
+    for name, compute in directions.items():
+        turns = {dtype: timed(partial(compute, *tensors, dtype), queue.finish) for dtype, tensors in data.items()}
+        yield name, _contenders(netcl if name == "forward" else None, turns, flops), flops
 
     def layer(x: Node, w: Node) -> Node:
         return ag.conv2d(x, w, stride=shape.stride, pad=shape.pad)
 
-    inputs = {dtype: (x, w, gradient) for dtype, (_, _, gradient) in data.items()}
-    yield "forward+backward", _as_layers_do(layer, inputs, 3 * shape.flops, backward=True), 3 * shape.flops
-
-
-def _tensors(queue: cl.CommandQueue, shape: ConvShape, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, weights and a gradient of the result."""
-    x = random_tensor(queue, (shape.images, shape.channels, shape.height, shape.width), dtype)
-    w = random_tensor(queue, (shape.features, shape.channels, shape.kernel, shape.kernel), dtype, 1)
-    return x, w, random_tensor(queue, (shape.images, shape.features, *shape.output), dtype, 2)
+    yield "forward+backward", _as_layers_do(layer, data, 3 * flops, backward=True), 3 * flops
 
 
 # ---------------------------------------------------------------------------------------------- attention

@@ -129,7 +129,7 @@ def _processes(name: str, run: Callable[..., dict[str, float]], kept: Path | Non
     return Contender(name, turn, is_baseline=name != "clamp", extra=lambda: figures)
 
 
-def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Iterator[Case]:
+def first_step_cases(queue: cl.CommandQueue, against: Path | None) -> Iterator[Case]:
     """Each network's first step cold, where nothing is compiled, and in a second process, after one has compiled it.
 
     Args:
@@ -138,15 +138,11 @@ def first_step_cases(device: cl.Device, dtype: str, against: Path | None) -> Ite
     checkouts = {"clamp": Path(clamp.__file__).parents[1]}
     if against is not None:
         checkouts[f"clamp in {against.resolve().name}"] = against.resolve()
+    dtype = dtypes_of(queue)[1]
     with tempfile.TemporaryDirectory() as folder:
         for key, network in NETWORKS.items():
+            runs = {name: partial(_first_step, queue.device, key, dtype, of) for name, of in checkouts.items()}
             for when in ("cold", "second process"):
-                contenders = [
-                    _processes(
-                        name,
-                        partial(_first_step, device, key, dtype, checkout),
-                        None if when == "cold" else Path(folder, key, name),
-                    )
-                    for name, checkout in checkouts.items()
-                ]
+                kept = {name: None if when == "cold" else Path(folder, key, name) for name in runs}
+                contenders = [_processes(name, run, kept[name]) for name, run in runs.items()]
                 yield Case("first-step", f"{network.name}, {dtype}, {when}", "ms", contenders)
