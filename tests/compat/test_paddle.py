@@ -125,24 +125,6 @@ def test_models_of_bare_tensors(queue: cl.CommandQueue) -> None:
         assert {tensor.dtype for tensor in model.bn1} == {"float32"}
 
 
-def test_moments_of_an_optimizer_built_before_survive(queue: cl.CommandQueue) -> None:
-    model, data = mlp(queue, *WIDTHS), batch(queue, 32, 16, 8)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    scaler = GradScaler(init_loss_scaling=64.0)
-    for _ in range(2):
-        train(scaler, model, optimizer, data)
-    before = optimizer.state_dict()
-    amp.decorate(model, optimizer)
-    after = optimizer.state_dict()
-    assert before["t"] == after["t"] == 2
-    for (m, v), (new_m, new_v) in zip(before["moments"], after["moments"], strict=True):
-        assert m.any()
-        np.testing.assert_array_equal(m, new_m)
-        np.testing.assert_array_equal(v, new_v)
-    train(scaler, model, optimizer, data, level="O2")
-    assert optimizer.t == 3
-
-
 @pytest.mark.filterwarnings("ignore:.*loss that was not scaled:UserWarning")
 def test_without_master_weights_16_bits_are_all_there_is(queue: cl.CommandQueue) -> None:
     for master_weight, expected in ((None, 1 - 40 * 2.0**-13), (True, 1 - 40 * 2.0**-13), (False, 1.0)):

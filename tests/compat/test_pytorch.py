@@ -17,11 +17,10 @@ import pytest
 from netcl import autograd as ag
 from netcl.core.device import CPUQueue
 from netcl.nn.layers import Sequential
-from netcl.optim import SGD, Adam, clip_grad_norm
+from netcl.optim import Adam, clip_grad_norm
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from clamp.params import masters
 from tests.compat.test_scalers import Steps
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device, to_numpy
@@ -172,23 +171,6 @@ def test_unscale_of_16_bit_gradients_names_master_weights(queue: cl.CommandQueue
     with pytest.raises(ValueError, match="master weights"):
         scaler.unscale_(optimizer)
     assert to_numpy(weight.grad).tolist() == [[4] * 4] * 4  # still scaled
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_16_bit_parameters_with_masters_train(queue: cl.CommandQueue, amp_is_on: None, dtype: str) -> None:
-    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
-    optimizer, scaler = SGD(model.parameters(), lr=0.1), amp.GradScaler(init_scale=2.0**10)
-    masters.narrow(model.parameters(), dtype, [optimizer])
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        losses.append(float(to_numpy(scaled_backward(scaler, model, data, dtype).value)[0]))
-        scaler.unscale_(optimizer)
-        assert {param.grad.dtype for param in model.parameters()} == {"float32"}
-        scaler.step(optimizer)
-        scaler.update()
-    assert losses[-1] < losses[0]
-    assert scaler.get_scale() == 2.0**10
 
 
 # ---------------------------------------------------------------------------------------------- step

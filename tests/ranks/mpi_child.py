@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,17 @@ def open_queue() -> cl.CommandQueue:
     device = next(device for device in devices if device.platform.name == wanted)
     open_queue.context = cl.Context([device])  # type: ignore[attr-defined]
     return cl.CommandQueue(open_queue.context, device)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def training(
+    queue: cl.CommandQueue, seed: int = 0, reduce_dtype: str | None = None, momentum: float = 0.0, **options: Any
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """A handle, its ranks, a model and its optimizer; ``options`` of ``amp.init``."""
+    with amp.init(**options) as handle:
+        model = mlp(queue, *WIDTHS, seed=seed)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=momentum)
+        yield handle, handle.distribute(COMM, reduce_dtype=reduce_dtype), model, optimizer
 
 
 def part(queue: cl.CommandQueue, seed: int, rank: int = RANK, size: int = SIZE) -> tuple[Tensor, Tensor]:
@@ -105,10 +117,7 @@ def equals_single_process(queue: cl.CommandQueue) -> None:
         ("float32", None, 2.0**-24),
     ):
         expected, expected_weights = single_process(queue, dtype, 4)
-        model = mlp(queue, *WIDTHS, seed=RANK)
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with amp.init(dtype=dtype) as handle:
-            ranks = handle.distribute(COMM, reduce_dtype=reduce_dtype)
+        with training(queue, RANK, reduce_dtype, 0.9, dtype=dtype) as (handle, ranks, model, optimizer):
             assert (ranks.rank, ranks.size) == (RANK, SIZE)
             ranks.broadcast(model)
             for step in range(4):
@@ -134,10 +143,7 @@ def broadcasts_masters(queue: cl.CommandQueue) -> None:
     """Masters of 16-bit parameters, however they are kept."""
     for keep in (True, "remainder", "kahan", "stochastic"):
         for what in ("model", "optimizer"):
-            model = mlp(queue, *WIDTHS, seed=RANK)
-            optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-            with amp.init(dtype="bfloat16", level="O2") as handle:
-                ranks = handle.distribute(COMM)
+            with training(queue, RANK, None, 0.9, dtype="bfloat16", level="O2") as (handle, ranks, model, optimizer):
                 amp.decorate(model, optimizer, level="O2", dtype="bfloat16", master_weight=keep)
                 before = [master.to_host() for master in amp.master_params(optimizer)]
                 ranks.broadcast(model if what == "model" else optimizer)
@@ -153,10 +159,7 @@ def broadcasts_masters(queue: cl.CommandQueue) -> None:
 def overflow_on_one_rank(queue: cl.CommandQueue) -> None:
     """Every rank skips the same step, no bit of parameters or momentum moves, and the scales stay equal."""
     for reduce_dtype in (None, "float16"):
-        model = mlp(queue, *WIDTHS)
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with amp.init() as handle:
-            handle.distribute(COMM, reduce_dtype=reduce_dtype)
+        with training(queue, 0, reduce_dtype, 0.9) as (handle, _, model, optimizer):
             for step in range(4):
                 optimizer.zero_grad()
                 before = weights_of(model)
@@ -178,10 +181,9 @@ def repeats_together(queue: cl.CommandQueue) -> None:
     for reduce_dtype in (None, "float16"):
         weights, start = [], 2.0**16
         for repeats in (True, False):
-            model = mlp(queue, *WIDTHS)
-            optimizer = SGD(model.parameters(), lr=1e-7, momentum=0.9)
-            with amp.init(loss_scale=amp.ScaleRule(initial=start)) as handle:
-                handle.distribute(COMM, reduce_dtype=reduce_dtype)
+            rule = amp.ScaleRule(initial=start)
+            with training(queue, 0, reduce_dtype, 0.9, loss_scale=rule) as (handle, _, model, optimizer):
+                optimizer.lr = 1e-7
                 for step in range(4):
                     optimizer.zero_grad()
                     x, y = part(queue, step)
@@ -203,10 +205,7 @@ def repeats_together(queue: cl.CommandQueue) -> None:
 def accumulates_and_wraps(queue: cl.CommandQueue) -> None:
     """Two passes a step add up to the mean over both global batches; through wrap_optimizer, and with num_loss."""
     for wrap in (False, True):
-        model = mlp(queue, *WIDTHS)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        with amp.init() as handle:
-            handle.distribute(COMM)
+        with training(queue) as (handle, _, model, optimizer):
             scaling = handle.wrap_optimizer(optimizer, num_loss=2) if wrap else None
             separate = []
             for seed in (0, 1):
@@ -250,14 +249,10 @@ def gradient_on_one_rank_only(queue: cl.CommandQueue) -> None:
 
 @mode
 def refuses_a_step_without_averages(queue: cl.CommandQueue) -> None:
-    model = mlp(queue, *WIDTHS)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with amp.init(dtype="bfloat16") as handle:
-        handle.distribute(COMM, reduce_dtype="float16")
-        with pytest.raises(ValueError, match='reduce_dtype="bfloat16"'):
-            backward(handle, optimizer, model, part(queue, 0))
-    with amp.init() as handle:
-        handle.distribute(COMM)
+    refused = pytest.raises(ValueError, match='reduce_dtype="bfloat16"')
+    with training(queue, 0, "float16", dtype="bfloat16") as (handle, _, model, optimizer), refused:
+        backward(handle, optimizer, model, part(queue, 0))
+    with training(queue) as (_, _, model, optimizer):
         mean_loss(model, part(queue, 0)).backward()
         with pytest.raises(RuntimeError, match="this rank alone"):
             optimizer.step()
@@ -297,10 +292,8 @@ def by_a_graph(queue: cl.CommandQueue, model: Any, optimizer: Any) -> None:
 
 def train_until(queue: cl.CommandQueue, event: Callable[[int, str], None], broadcast: bool = True) -> None:
     """Trains without an end in sight; ``event(step, place)`` is called outside and inside ``scale_loss``."""
-    model = mlp(queue, *WIDTHS, seed=RANK)
-    optimizer = SGD(model.parameters(), lr=0.01)
-    with amp.init() as handle:
-        ranks = handle.distribute(COMM)
+    with training(queue, RANK) as (handle, ranks, model, optimizer):
+        optimizer.lr = 0.01
         if broadcast:
             ranks.broadcast(model)
         for step in range(1000):

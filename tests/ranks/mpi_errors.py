@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from tests.ranks.mpi_child import (
     COMM,
     RANK,
     SIZE,
-    WIDTHS,
     backward,
     gradients,
     main,
@@ -34,15 +32,8 @@ from tests.ranks.mpi_child import (
     mode,
     part,
     same_everywhere,
+    training,
 )
-
-
-@contextmanager
-def training(queue: cl.CommandQueue, seed: int = 0) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """A handle, its ranks, a model and its optimizer."""
-    with amp.init() as handle:
-        model = mlp(queue, *WIDTHS, seed=seed)
-        yield handle, handle.distribute(COMM), model, SGD(model.parameters(), lr=0.1)
 
 
 def train(queue: cl.CommandQueue, handle: Any, model: Any, optimizer: Any, steps: int = 1) -> None:

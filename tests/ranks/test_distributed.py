@@ -163,16 +163,6 @@ def test_a_loop_of_ones_own_shares_overflows_through_sync_grads(queues: list[cl.
         assert reports[0].scale == 2.0**15
 
 
-def test_a_loaded_scale_reaches_every_queue(queues: list[cl.CommandQueue]) -> None:
-    with amp.init() as handle:
-        replicas = prepare_replicas(parameters(queues[0]), queues)
-        optimizers = [SGD(replica, lr=0.1) for replica in replicas]
-        data_parallel_step(forward, replicas, optimizers, rows(0))
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 7}})
-        data_parallel_step(forward, replicas, optimizers, rows(1))
-        assert [handle._scaling.guard(optimizer).last.scale for optimizer in optimizers] == [2.0**9] * 2
-
-
 def test_sync_grads_says_which_gradient_is_missing(queues: list[cl.CommandQueue]) -> None:
     with amp.init():
         replicas = prepare_replicas(parameters(queues[0]), queues)
