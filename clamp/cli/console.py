@@ -32,24 +32,14 @@ def print_fitting(console: Console, table: Table) -> None:
     """Prints a table whose columns need not fit: others follow below, beside the first column again."""
     first, *waiting = table.columns
     first = replace(first, overflow="fold", max_width=console.width // 2)
-    title = table.title
+    title, unlimited = table.title, console.options.update(max_width=sys.maxsize)
     while waiting:
-        taken = 1
-        while taken < len(waiting) and _fits(console, _part(table, [first, *waiting[: taken + 1]])):
-            taken += 1
-        part = _part(table, [first, *waiting[:taken]])
-        waiting = waiting[taken:]
+        part, number = copy(table), len(waiting)
+        part.columns = [first, *waiting]
+        while number > 1 and console.measure(part, options=unlimited).maximum > console.width:
+            number -= 1
+            part.columns = [first, *waiting[:number]]
+        waiting = waiting[number:]
         part.title, part.caption = title, None if waiting else table.caption
         console.print(part)
         title = None
-
-
-def _part(table: Table, columns: list[Column]) -> Table:
-    part = copy(table)
-    part.columns = columns
-    return part
-
-
-def _fits(console: Console, table: Table) -> bool:
-    unlimited = console.options.update(max_width=sys.maxsize)
-    return console.measure(table, options=unlimited).maximum <= console.width

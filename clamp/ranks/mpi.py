@@ -236,11 +236,11 @@ class Ranks:
 
     def _collect(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Array:
         """All gradients in one host array, as many elements for every rank."""
-        parts, total = [], 0
-        for param, gradient in zip(params, gradients, strict=True):
-            flat = None if gradient is None else bridge.view(gradient, (param.size,))
-            parts.append(Part(total, param.size, flat))
-            total += param.size
+        *begins, total = accumulate((param.size for param in params), initial=0)
+        parts = [
+            Part(begin, param.size, None if gradient is None else bridge.view(gradient, (param.size,)))
+            for begin, param, gradient in zip(begins, params, gradients, strict=True)
+        ]
         padded = -(-total // self.size) * self.size
         if padded == 0:
             return np.empty(0, bridge.to_words(np.empty(0, np.float32), self.reduce_dtype).dtype)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import pyopencl as cl
 from netcl import autograd as ag
@@ -93,8 +93,7 @@ def _netcl_gemm(a: Tensor, b: Tensor, layout: str) -> Tensor:
 # ---------------------------------------------------------------------------------------------- convolutions
 
 
-@dataclass(frozen=True)
-class ConvShape:
+class ConvShape(NamedTuple):
     """A convolution of square images without groups."""
 
     images: int
@@ -133,7 +132,7 @@ def conv_cases(queue: cl.CommandQueue, shapes: str, images: int, peers: Sequence
     """Every direction of convolutions."""
     for shape in (ConvShape(images, *numbers) for numbers in SHAPES[shapes]):
         for name, contenders, flops in _directions(queue, shape):
-            contenders += peer_contenders(peers, "conv", name, astuple(shape), amount=flops)
+            contenders += peer_contenders(peers, "conv", name, tuple(shape), amount=flops)
             yield Case("conv", f"{name} {shape}", "GFLOP/s", contenders)
 
 

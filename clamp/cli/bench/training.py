@@ -80,7 +80,6 @@ class Variant:
         if self.in_blocks:
             trainer.model = _in_blocks(trainer.model)
         self._trainer = trainer
-        self._step = amp.record(trainer.train) if self.is_recorded else trainer.train
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps."""
@@ -180,6 +179,7 @@ class Variant:
         with amp_in(self.dtype, level=self.level or "O1", **self.options) as handle:
             if self._trainer is None:
                 self._build()
+            self._step = amp.record(self._trainer.train) if self.is_recorded else self._trainer.train
             if handle is None:
                 yield None
                 return
