@@ -202,11 +202,7 @@ def _check_dtype(queue: cl.CommandQueue, dtype: str, epsilon: float) -> str:
 
 
 def gains_of(device: cl.Device, seconds: float) -> Gains:
-    """Returns how many times as fast as in float32 16 bits are.
-
-    Args:
-        device: no simulator.
-        seconds: that it may take, about.
+    """Returns how many times as fast as in float32 16 bits are on a device, in so many seconds, about.
 
     Raises:
         RuntimeError: a kernel failed there.
@@ -247,12 +243,7 @@ def sentence(device: cl.Device, seconds: float) -> str:
 
 
 def in_words(name: str, gains: Gains) -> str:
-    """The sentence.
-
-    Args:
-        name: of the device.
-        gains: as `gains_of` gives them.
-    """
+    """The sentence about a device of this name."""
     parts = [
         f"{dtype} multiplies matrices {product:.2f}x and adds {add:.2f}x as fast as float32"
         for dtype, (product, add) in gains.items()

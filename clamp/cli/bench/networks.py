@@ -129,11 +129,8 @@ class Network:
 
 
 def mlp(layers: int, width: int, batch: int, work: str = "step", *, relu: bool = True) -> Network:
-    """A stack of ``Linear(width) + ReLU`` with a squared error.
-
-    Args:
-        relu: without them it is the network of Paddle's guide to mixed precision, of 9 x Linear(8192) and batch 2048.
-    """
+    """A stack of ``Linear(width) + ReLU`` with a squared error. Without ReLU it is the network of Paddle's guide to
+    mixed precision, of 9 x Linear(8192) and batch 2048."""
     stack = [layer for _ in range(layers) for layer in (_linear(width, width), *([_RELU] if relu else []))]
     return Network(
         f"{layers} x Linear({width}){'+ReLU' if relu else ''}", work, batch, (width,), stack[:-1] if relu else stack,

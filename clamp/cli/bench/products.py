@@ -31,13 +31,8 @@ def _contenders(netcl: Turn | None, clamp: Mapping[str, Turn], flops: float) -> 
 def _as_layers_do(
     forward: Callable[..., Node], data: Mapping[str, Sequence[Tensor]], flops: float, *, backward: bool
 ) -> list[Contender]:
-    """netcl's function as a layer calls it, alone in float32 and under AMP in each dtype.
-
-    Args:
-        forward: takes nodes.
-        data: its inputs by dtype, and after them a gradient of its result.
-        backward: whether the gradients of all inputs are asked for, too.
-    """
+    """netcl's function of nodes as a layer calls it, alone in float32 and under AMP in each dtype; backward too, to all
+    inputs, if it is asked for. ``data`` has its inputs by dtype, and after them a gradient of its result."""
 
     def call(tensors: Sequence[Tensor]) -> None:
         *inputs, gradient = tensors

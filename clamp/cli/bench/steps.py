@@ -130,11 +130,8 @@ def _processes(name: str, run: Callable[..., dict[str, float]], kept: Path | Non
 
 
 def first_step_cases(queue: cl.CommandQueue, against: Path | None) -> Iterator[Case]:
-    """Each network's first step cold, where nothing is compiled, and in a second process, after one has compiled it.
-
-    Args:
-        against: another checkout of clamp, to compare with.
-    """
+    """Each network's first step cold, where nothing is compiled, and in a second process, after one has compiled it;
+    beside those of another checkout of clamp, if there is one to compare with."""
     checkouts = {"clamp": Path(clamp.__file__).parents[1]}
     if against is not None:
         checkouts[f"clamp in {against.resolve().name}"] = against.resolve()

@@ -131,10 +131,7 @@ class Timeline:
 
 
 def timeline(seen: Profiler, seconds: float) -> Timeline:
-    """The timeline of what a profiler has seen, once the queue has finished.
-
-    Args:
-        seconds: of the step, until the device had finished.
+    """The timeline of what a profiler has seen, once the queue has finished, after so many seconds.
 
     Raises:
         ValueError: nothing was: nothing was enqueued, or on queues without profiling only.
@@ -155,11 +152,8 @@ def timeline(seen: Profiler, seconds: float) -> Timeline:
 
 
 def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
-    """The timeline of one step, after a few that build kernels and settle the loss scale.
-
-    Args:
-        what: ``"netcl"``, or clamp's dtype, or that and a level: ``"float16-O2"``.
-    """
+    """The timeline of one step, after a few that build kernels and settle the loss scale, of what trains it:
+    ``"netcl"``, or clamp's dtype, or that and a level, ``"float16-O2"``."""
     dtype, _, level = what.partition("-")
     context = cl.Context([device])  # held here: Intel's runtime frees a context that only its queue refers to
     queue = cl.CommandQueue(context, device, properties=cl.command_queue_properties.PROFILING_ENABLE)
