@@ -12,7 +12,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.cli import main
 from clamp.cli.bench.networks import mlp
-from clamp.cli.bench.timeline import Command, Gap, Timeline, Total, timeline
+from clamp.cli.bench.timeline import Command, Gap, Timeline, timeline
 from clamp.cli.bench.timing import counted_launches
 from clamp.cli.bench.training import Variant
 from clamp.debug.profiler import Profiler, Wait
@@ -118,7 +118,7 @@ def test_the_figures_of_a_timeline() -> None:
     assert step.busy == pytest.approx(0.5)
     assert step.full == pytest.approx(0.8)
     assert step.gaps == [Gap("a", "read", 3.0, 2.0), Gap("b", "a", 1.0, 0.0)]
-    assert step.totals[:2] == [Total("a", 2, 2.0, 1.0), Total("b", 1, 2.0, 2.0)]
+    assert list(step.seconds_of.items())[:2] == [("a", [1.0, 1.0]), ("b", [2.0])]
     figures = step.summary()
     assert (figures["launches"], figures["transfers"], figures["waits"], figures["waited_seconds"]) == (4, 1, 1, 2.0)
     assert (figures["gap_seconds"], figures["gap_seconds_for_host"]) == (4.0, 2.0)

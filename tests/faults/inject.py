@@ -7,11 +7,12 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import netcl
 import pyopencl as cl
@@ -47,18 +48,14 @@ class Calls:
         places = [(cl, name) for name in vars(cl) if name.startswith("enqueue_") or name == "svm_empty"]
         places += [(cl.Kernel, "__call__"), (cl.Kernel, "__init__"), (cl.Kernel, "clone"), (cl.Buffer, "__init__")]
         places += [(cl.Buffer, "get_sub_region"), (cl.Program, "build")]
-        before = [(owner, name, getattr(owner, name)) for owner, name in places]
-        own = launches._own_call, launches._own_enqueue
-        try:
-            for owner, name, original in before:
-                setattr(owner, name, self._counting(f"{owner.__name__}.{name}", original))
+        with ExitStack() as stack:
+            for owner, name in places:
+                counting = self._counting(f"{owner.__name__}.{name}", getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, counting))
             # A launch takes its short way only where nobody watches.
-            launches._own_call, launches._own_enqueue = cl.Kernel.__call__, cl.enqueue_nd_range_kernel
+            stack.enter_context(patch.object(launches, "_own_call", cl.Kernel.__call__))
+            stack.enter_context(patch.object(launches, "_own_enqueue", cl.enqueue_nd_range_kernel))
             yield
-        finally:
-            for owner, name, original in before:
-                setattr(owner, name, original)
-            launches._own_call, launches._own_enqueue = own
 
     def _counting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

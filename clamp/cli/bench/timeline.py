@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -44,16 +45,6 @@ class Gap:
     before: str  # after, before: names of the two
     seconds: float
     waited_for_host: float  # so much of it, in which no command was enqueued
-
-
-@dataclass(frozen=True)
-class Total:
-    """All commands of one name."""
-
-    name: str
-    calls: int
-    seconds: float
-    longest: float
 
 
 @dataclass(frozen=True)
@@ -95,13 +86,12 @@ class Timeline:
             last = max(last, one, key=attrgetter("end"))
 
     @cached_property
-    def totals(self) -> list[Total]:
-        """Commands by name, those that took longest first."""
+    def seconds_of(self) -> dict[str, list[float]]:
+        """The time of each command, by name, those first that took longest in all."""
         by_name: dict[str, list[float]] = {}
         for one in self.commands:
             by_name.setdefault(one.name, []).append(one.end - one.start)
-        totals = [Total(name, len(times), sum(times), max(times)) for name, times in by_name.items()]
-        return sorted(totals, key=lambda total: -total.seconds)
+        return dict(sorted(by_name.items(), key=lambda item: -sum(item[1])))
 
     @cached_property
     def gaps(self) -> list[Gap]:
@@ -174,13 +164,13 @@ def timeline_of(device: cl.Device, network: Network, what: str) -> Timeline:
 
 def print_timeline(console: Console, timeline: Timeline, title: str) -> None:
     """Kernels by their total time, the gaps between them, and the step in a few lines."""
-    run_time = sum(total.seconds for total in timeline.totals)
+    run_time = sum(map(sum, timeline.seconds_of.values()))
     table = table_of(["command"], ["calls", "total ms", "%", "mean us", "longest us"], title=title)
-    for total in timeline.totals:
-        share = 100 * total.seconds / run_time if run_time else 0.0
-        mean = total.seconds / total.calls
-        figures = (f"{total.seconds * 1e3:.3f}", f"{share:.1f}", f"{mean * 1e6:.1f}", f"{total.longest * 1e6:.1f}")
-        table.add_row(total.name, str(total.calls), *figures)
+    for name, seconds in timeline.seconds_of.items():
+        total, mean, longest = sum(seconds), fmean(seconds), max(seconds)
+        share = 100 * total / run_time if run_time else 0.0
+        figures = (f"{total * 1e3:.3f}", f"{share:.1f}", f"{mean * 1e6:.1f}", f"{longest * 1e6:.1f}")
+        table.add_row(name, str(len(seconds)), *figures)
     console.print(table)
     table = table_of(["after", "before"], ["us", "for want of work"], title="longest gaps")
     for gap in timeline.gaps[:_GAPS]:
@@ -222,7 +212,7 @@ def plot(timeline: Timeline, title: str, file: Path) -> None:
     """Draws which commands ran when, and how many waited or ran at each time."""
     from matplotlib.figure import Figure
 
-    names = [total.name for total in timeline.totals[:_COLOURED]]
+    names = list(timeline.seconds_of)[:_COLOURED]
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     lane, depth = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, name in enumerate([*names, _OTHERS]):
