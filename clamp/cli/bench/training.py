@@ -52,6 +52,7 @@ class Variant:
     _first_loss: float | None = None
     _trainer: Any = None
     _step: Any = None
+    _handle: AmpHandle | NoOpHandle | None = None  # of its AMP that is on; None for netcl alone
 
     @property
     def name(self) -> str:
@@ -83,18 +84,18 @@ class Variant:
 
     def turn(self, calls: int) -> list[float]:
         """Times training steps."""
-        with self._amp() as handle:
+        with self._amp():
             for _ in range(_WARM_UP if self.is_recorded else 0):  # runs, is recorded under this AMP, is replayed
-                self._train(handle)
-            return timed(partial(self._train, handle), self.queue.finish)(calls)
+                self._train()
+            return timed(self._train, self.queue.finish)(calls)
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[], None]]:
         """Yields a function that trains one step, after a few: kernels are built, and the loss scale has come down."""
-        with self._amp() as handle:
+        with self._amp():
             for _ in range(_WARM_UP):
-                self._train(handle)
-            yield partial(self._train, handle)
+                self._train()
+            yield self._train
 
     def figures(self) -> dict[str, float]:
         """The first loss, which is the same for all variants but for rounding, and the loss scale now."""
@@ -113,9 +114,8 @@ class Variant:
         Activations leave out parameters, inputs and the 16-bit copies of weights; the peak includes gradients,
         workspaces and those copies.
         """
-        with self._amp() as handle:
-            activations = self._activations(handle)
-            return {"activations": activations, "peak of a step": self._peak(handle, partial(self._train, handle))}
+        with self._amp():
+            return {"activations": self._activations(), "peak of a step": self._peak(self._train)}
 
     def memory_of_loops(self) -> dict[str, int]:
         """Returns bytes of activations when forward is over, and at the peak of a loop, without parameters and inputs
@@ -123,13 +123,14 @@ class Variant:
         way to run backward."""
         gc.collect()
         before = by_kind(pieces_now().values())  # of variants that are kept to be timed
-        peaks = {}
-        with self._amp() as handle:
-            self._loop(handle, of_loss=False)  # builds its kernels
-            activations = self._activations(handle)
-            for name, of_loss in (("tape.backward(loss)", False), ("loss.backward()", True)):
-                peaks[f"peak, {name}"] = self._peak(handle, partial(self._loop, handle, of_loss=of_loss))
-            self._forget(handle)
+        with self._amp():
+            self._loop()  # builds its kernels
+            activations = self._activations()
+            peaks = {
+                "peak, tape.backward(loss)": self._peak(self._loop),
+                "peak, loss.backward()": self._peak(partial(self._loop, of_loss=True)),
+            }
+            self._forget()
             now = by_kind(pieces_now().values())
         stays = {kind: now[kind] - before[kind] for kind in ("weights", "masters", "optimizer state")}
         return {
@@ -139,63 +140,63 @@ class Variant:
             "peak with weights and state": sum(stays.values()) + max(peaks.values()),
         }
 
-    def _activations(self, handle: AmpHandle | NoOpHandle | None) -> int:
-        self._forget(handle)
+    def _activations(self) -> int:
+        self._forget()
         with MemoryMeter() as meter:
             graph = self._trainer.forward(*self._batch)
             found = meter.activations
         del graph
         return found
 
-    def _peak(self, handle: AmpHandle | NoOpHandle | None, run: Callable[[], None]) -> int:
-        self._forget(handle)
+    def _peak(self, run: Callable[[], None]) -> int:
+        self._forget()
         with MemoryMeter() as meter:
             run()
         return meter.peak
 
-    def _forget(self, handle: AmpHandle | NoOpHandle | None) -> None:
+    def _forget(self) -> None:
         """Frees what earlier steps left behind: gradients, and copies of weights older than a meter."""
         self._trainer.optimizer.zero_grad()
-        if handle is not None:
-            handle.clear_cache()
+        if self._handle is not None:
+            self._handle.clear_cache()
         gc.collect()
 
-    def _train(self, handle: AmpHandle | NoOpHandle | None) -> None:
-        loss = self._step(handle, *self._batch)
+    def _train(self) -> None:
+        loss = self._step(self._handle, *self._batch)
         if self.reads_loss:
             value = loss.value.to_host().item()
             self._first_loss = value if self._first_loss is None else self._first_loss
 
-    def _loop(self, handle: Any, *, of_loss: bool) -> None:
+    def _loop(self, *, of_loss: bool = False) -> None:
         loss = None
         for _ in range(_STEPS):
-            loss = self._trainer.train(handle, *self._batch, of_loss=of_loss and handle is not None)
+            loss = self._trainer.train(self._handle, *self._batch, of_loss=of_loss and self._handle is not None)
         del loss
         self.queue.finish()
 
     @contextmanager
-    def _amp(self) -> Iterator[AmpHandle | NoOpHandle | None]:
+    def _amp(self) -> Iterator[None]:
         """This variant's AMP, which no other variant may see; its loss scale lives on from turn to turn."""
-        with amp_in(self.dtype, level=self.level or "O1", **self.options) as handle:
+        with amp_in(self.dtype, level=self.level or "O1", **self.options) as self._handle:
             if self._trainer is None:
                 self._build()
             self._step = amp.record(self._trainer.train) if self.is_recorded else self._trainer.train
-            if handle is None:
-                yield None
+            if self._handle is None:
+                yield
                 return
             if self._scalers is None:
-                self._settle(handle)
+                self._settle(self._handle)
             else:
                 amp.load_state_dict(self._scalers)
             try:
-                yield handle
+                yield
             finally:
                 self._scalers = amp.state_dict()
 
     def _settle(self, handle: AmpHandle | NoOpHandle) -> None:
         """Trains until the loss scale has come down to where steps are no longer skipped."""
         for _ in range(_WARM_UP_LIMIT):
-            self._train(handle)
+            self._train()
             if handle.last_step is not None and handle.last_step.stepped:
                 return
         raise FloatingPointError(f"no step of {_WARM_UP_LIMIT} had finite gradients")
