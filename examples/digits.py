@@ -95,7 +95,8 @@ def main() -> None:
     add_device_option(parser)
     parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="times through the data (20)")
     add_options(parser, batch=64)
-    compare_on("Digits", load(), make_model, train, parser, parser.parse_args())
+    options = parser.parse_args()
+    compare_on("Digits", load(), make_model, train, parser, options)
 
 
 if __name__ == "__main__":
