@@ -107,7 +107,10 @@ def load_checkpoint(path: str | os.PathLike[str], models: Any, optimizers: Any =
             with reading(path, name):
                 extra[name] = decoder.value(value)
         writes = [*_model_writes(named, content, decoder)]
-        writes += _optimizer_writes(stepped, _names(named), content, decoder, undo)
+        for number, optimizer, state in _with_saved(stepped, content, "optimizers", decoder):
+            where = f"optimizer {number}"
+            with reading(path, where):
+                writes += writes_to(optimizer, state, _names(named), decoder, undo, where)
         with reading(path, "loss scales"):
             amp_state = decoder.value(content["amp"])
             if amp_state and session.active_handle():
@@ -165,14 +168,6 @@ def _model_writes(models: Sequence[Mapping[str, Tensor]], content: Json, decoder
         for name, tensor in named.items():
             with reading(decoder.path, name):
                 yield from [*parameter_writes(tensor, state[name], decoder, name)]
-
-
-def _optimizer_writes(
-    optimizers: Sequence[Any], names: Names, content: Json, decoder: Decoder, undo: Undo
-) -> Iterator[Write]:
-    for number, optimizer, state in _with_saved(optimizers, content, "optimizers", decoder):
-        with reading(decoder.path, f"optimizer {number}"):
-            yield from [*writes_to(optimizer, state, names, decoder, undo, f"optimizer {number}")]
 
 
 # ---------------------------------------------------------------------------------------------- what is saved

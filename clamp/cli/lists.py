@@ -91,7 +91,7 @@ def _search(name: str | None, table: PolicyTable) -> tuple[str, list[Entry]]:
     if found := table.find(name):
         return "", found
     if meant := [name] if name in layers() else [layer for layer in layers() if layer.startswith(name)]:
-        called = {table.called_by(function) for layer in meant for function in functions_of(layers()[layer])}
+        called = {table.called_by(function) for layer in meant for function in functions_of(layers()[layer], set())}
         entries = [entry for entry in table if entry.name in called and entry.policy is not CastPolicy.NONE]
         return f"What {', '.join(meant)} of netcl.nn call{'s' if len(meant) == 1 else ''}", entries
     callers = {table.called_by(caller) for caller in table.calls if name.lower() in caller.lower()}
@@ -206,15 +206,10 @@ def layers() -> dict[str, type]:
     }
 
 
-def functions_of(layer: type) -> list[str]:
-    """Full names of the functions that a layer calls, and the layers in it, in their order in the source.
-
-    Read from that: netcl keeps no table of it.
-    """
-    return list(dict.fromkeys(_calls(layer, {layer})))
-
-
-def _calls(layer: type, seen: set[type]) -> Iterator[str]:
+def functions_of(layer: type, seen: set[type]) -> Iterator[str]:
+    """Full names of the functions that a layer calls, and the layers in it but for those that were seen already, read
+    from its source: netcl keeps no table of it."""
+    seen.add(layer)
     if name := vars(layer).get("_AG_NAME"):  # netcl's activations without a forward of their own
         yield f"{_MODULES['ag']}.{name}"
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(layer)))):
@@ -224,8 +219,7 @@ def _calls(layer: type, seen: set[type]) -> Iterator[str]:
             case ast.Attribute(value=ast.Name(id=alias), attr=name) if alias in _MODULES:
                 yield f"{_MODULES[alias]}.{name}"
             case ast.Name(id=name) if (part := layers().get(name)) and part not in seen:
-                seen.add(part)
-                yield from _calls(part, seen)
+                yield from functions_of(part, seen)
 
 
 # ---------------------------------------------------------------------------------------------- its kernels

@@ -172,18 +172,14 @@ class Meeting:
         self._check(message.kind, message.headers)
         return message.headers
 
-    def failed(self, error: BaseException, begun: object | None = None) -> None:
+    def failed(self, error: BaseException, begun: object) -> None:
         """Tells the others that a pass ends in an error here, if its header is not behind it; they raise a RankError.
 
         Where they are still busy with that pass they will hear of it when they end it, and this rank goes on.
-
-        Args:
-            begun: which pass; the innermost if None.
         """
-        if self._parted or not self._open or not (begun is None or self.is_open(begun)):
-            return
-        with suppress(RankError):  # all that matters here is that they have heard, or will hear
-            self.exchange(Kind.FAILED, text=_name(error), patience=_PATIENCE)
+        if not self._parted and self.is_open(begun):
+            with suppress(RankError):  # all that matters here is that they have heard, or will hear
+                self.exchange(Kind.FAILED, text=_name(error), patience=_PATIENCE)
 
     def _check(self, kind: Kind, headers: Array) -> None:
         failed = [rank for rank in range(self._comm.size) if headers["kind"][rank] == Kind.FAILED]

@@ -54,18 +54,14 @@ def rows_of(case: Case, race: Race) -> list[Row]:
     rows = []
     for one in running:
         seconds, middle = race.seconds[one.name], medians[one.name]
-        best, slow = (in_unit(x, one.amount) for x in (min(seconds), slowest_but_a_tenth(seconds)))
+        nine_in_ten = quantiles(seconds, n=10, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+        best, slow = in_unit(min(seconds), one.amount), in_unit(nine_in_ten, one.amount)
         extra = one.extra()
         if one.name in case.limits:
             extra["of_limit"] = middle / case.limits[one.name]
         head = (case.work, case.name, one.name, case.unit)
         rows.append(Row(*head, middle, best, slow, len(seconds), _ratios(head, middle, baselines), extra))
     return rows
-
-
-def slowest_but_a_tenth(seconds: Sequence[float]) -> float:
-    """The call that nine in ten are faster than."""
-    return quantiles(seconds, n=10, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
 
 
 def memory_rows(case: str, bytes_of: Mapping[str, Mapping[str, int]]) -> list[Row]:
