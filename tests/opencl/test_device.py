@@ -93,6 +93,8 @@ def test_capabilities_are_probed_once(queue: cl.CommandQueue) -> None:
     assert found.half_storage
     assert found.compute_units >= 1
     assert queue.device in list_devices()
+    if queue.device.platform.name == "Intel(R) OpenCL":  # whose compiler knows the instruction
+        assert bool(found.dot_bf16) == ("avx512_bf16" in device.host_cpu_flags()), "it is there, and nobody uses it"
 
 
 @pytest.mark.parametrize(("vendor", "is_fast"), [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)])

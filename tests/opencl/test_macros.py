@@ -1,9 +1,10 @@
-"""Kernels whose macros are missing, or have values that they do not know, do not compile."""
+"""Kernels whose macros are missing, or have values that they do not know, do not compile; their numbers are Python's."""
 
 from __future__ import annotations
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pyopencl as cl
 import pytest
@@ -217,3 +218,14 @@ def test_unknown_values_do_not_compile(queue: cl.CommandQueue) -> None:
         ((name, value),) = macros.items()
         log = _complaints(queue, file, {**known[file], **macros})
         assert re.search(rf"\b{name}\b|_{value}\b", log), f"{file} with {name}={value}: {log or 'compiles'}"
+
+
+def test_a_number_that_is_said_to_be_a_kernels_is_its_number() -> None:
+    """What a kernel keeps in private memory has the size that Python goes by, which shows on no small problem."""
+    said = re.compile(r"^([\w, ]+) = ([\d, ]+)  # .*\bas (?:\w+ )?in (?:kernels/)?(\w+\.clh?)$", re.MULTILINE)
+    found = [x for path in Path(__file__).parents[2].glob("clamp/ops/**/*.py") for x in said.findall(path.read_text())]
+    assert len(found) >= 9
+    for names, values, file in found:
+        text = (files("clamp.kernels") / file).read_text()
+        for name, value in zip(names.split(", "), values.split(", "), strict=True):
+            assert re.search(rf"^#define {name.removeprefix('_')} {value}\b", text, re.MULTILINE), f"{file}: {name}"
