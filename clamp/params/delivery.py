@@ -62,6 +62,46 @@ class Waiting(Protocol):
         """
 
 
+class _Pass:
+    """A backward pass that is under way. An op of the user's may run another one in its own backward.
+
+    Attributes:
+        within: the scaled pass that it is a part of; None without.
+        around: the backward pass whose op runs this one; None without. Whatever runs that again runs this.
+        met: its leaves, and all that passes inside of it have given a gradient to, by id, with what they had before.
+        late: gradients of passes inside of it to leaves to which it had given one already. The engine, which adds to
+            what it holds itself, would forget them.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.within = next(reversed(running.waiting.values()), None)
+        self.around = running.now if running.now is not None and running.now.within is self.within else None
+        self.met: dict[int, tuple[Any, Tensor | None]] = {id(x): (x, getattr(x, "grad", None)) for x in leaves}
+        self._leaves = len(leaves)
+        self.late: list[tuple[Any, Tensor]] = []
+
+    def is_arounds(self, leaf: Any) -> bool:
+        """Returns whether what a leaf had before it has of the pass around this one, or of another inside of that."""
+        return self.around is not None and id(leaf) in self.around.met
+
+    def has_run(
+        self, reached: Sequence[Any], root: Node, again: Callable[[], object], launches: Sequence[Callable[[], object]]
+    ) -> None:
+        """Tells of what has got gradients, its own leaves and others, who is to know; see :class:`Waiting`.
+
+        Args:
+            reached: those of its own leaves that have.
+        """
+        for leaf, grad in self.late:
+            leaf.grad = added(leaf.grad, grad, leaf.grad.dtype)
+        met = {key: self.met[key] for key in (*map(id, reached), *list(self.met)[self._leaves :])}
+        if self.around is not None:
+            self.around.met.update((key, x) for key, x in met.items() if key not in self.around.met)
+        elif self.within is not None:
+            before = {key: grad for key, (_, grad) in self.met.items() if grad is not None}
+            self.within.ran([leaf for leaf, _ in met.values()], before, root, again, launches)
+
+
 class _Running(threading.local):
     """The backward pass that runs in this thread.
 
@@ -73,12 +113,14 @@ class _Running(threading.local):
             weights go once they are read.
         waiting: the scaled passes around this point, which have begun and not ended, the innermost last.
         reached: tensors that passes have given a gradient to, by id, if asked for.
+        now: what is known of it; None where none runs.
     """
 
     scale: AppliedScale | None = None
     layerwise = False
     is_last: Callable[[], bool] = bool
     reached: dict[int, Tensor] | None = None
+    now: _Pass | None = None
 
     def __init__(self) -> None:
         self.waiting: dict[object, Waiting] = {}
@@ -148,38 +190,42 @@ def deliver(
         is_last: as of ``running``.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
-    before = [(leaf, grad) for leaf in leaves if (grad := getattr(leaf, "grad", None)) is not None]
-    aside = [(leaf, grad) for leaf, grad in before if not _adds_up(mark_of(grad), mark)]
-    outer = running.scale, running.layerwise, running.is_last
+    this = _Pass(leaves)
+    before = [(leaf, grad) for leaf, grad in this.met.values() if grad is not None]
+    aside = [(leaf, grad) for leaf, grad in before if this.is_arounds(leaf) or not _adds_up(mark_of(grad), mark)]
+    outer = running.scale, running.layerwise, running.is_last, running.now
     try:
-        running.scale, running.layerwise, running.is_last = scale, layerwise, is_last
+        running.scale, running.layerwise, running.is_last, running.now = scale, layerwise, is_last, this
         for leaf, _ in aside:
             leaf.grad = None
         if layerwise:
             narrow_for_others(bridge.graph(root))
         launches = noting_launches(run)
-        earlier = {id(leaf): grad for leaf, grad in before}
         if before:
             adding_to(before)
-        reached = _mark_all(leaves, earlier, mark)
-        if running.waiting:
-            next(reversed(running.waiting.values())).ran(reached, earlier, root, again, launches)
+        reached = _mark_all(leaves, {id(leaf): grad for leaf, grad in before}, mark)
+        this.has_run(reached, root, again, launches)
         for leaf, grad in aside:
-            if leaf.grad is None:
-                leaf.grad = grad
-            elif scale is None or not any(x.keep(leaf, grad) for x in reversed(running.waiting.values())):
-                leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
+            _add_what_was_aside(this, leaf, grad)
     except BaseException:
-        for leaf in leaves:
-            leaf.grad = None
-        for leaf, grad in before:
-            leaf.grad = grad
+        for leaf, had in this.met.values():
+            leaf.grad = had
         raise
     finally:
-        running.scale, running.layerwise, running.is_last = outer
+        running.scale, running.layerwise, running.is_last, running.now = outer
     if recorder() is not None:
         host_step(partial(restore, snapshot(leaves)))
     return reached
+
+
+def _add_what_was_aside(this: _Pass, leaf: Any, grad: Tensor) -> None:
+    if leaf.grad is None:
+        leaf.grad = grad
+    elif this.around is not None and this.is_arounds(leaf):
+        this.around.late.append((leaf, leaf.grad))
+        leaf.grad = grad
+    elif running.scale is None or not any(x.keep(leaf, grad) for x in reversed(running.waiting.values())):
+        leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
 
 
 def _adds_up(earlier: Mark | None, new: Mark) -> bool:

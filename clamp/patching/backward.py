@@ -23,11 +23,13 @@ from clamp.casting.regions import called_in, current_region, this_thread
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.ops.cast import cast
+from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, graphs, penalties
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.tensors import is_half, show, shown
 from clamp.patching.wrap import Installed
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import warn_user
 
@@ -158,10 +160,9 @@ def tape_backward(
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
-    scale = None if scaler is None else scaler.applied()
+    scale, layerwise = _scale_of(scaler, grad)
     run = _let_overflow(partial(RESULTS.backward, wrapped, loss, grad))
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
-    layerwise = scaler is not None and scaler.layerwise
     is_last = _asked_once(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
     if recomputed:
         is_last()  # asked later, it would meet the nodes of a forward that is run again
@@ -191,7 +192,8 @@ def _require_node(loss: Any) -> None:
 
 
 def _seed(loss: Node, grad: Any) -> Tensor:
-    """The gradient that backward begins with, on the loss's queue, in its shape; one element is one element in any."""
+    """The gradient that backward begins with, on the loss's queue, in its shape; one element is one element in any.
+    That of a float32 loss is float32: in an op's own backward nothing is cast, and what comes to it may be 16-bit."""
     if not isinstance(grad, Tensor):
         raise TypeError(
             f"backward begins with a gradient that is a tensor, got {type(grad).__name__}: pass "
@@ -202,7 +204,17 @@ def _seed(loss: Node, grad: Any) -> Tensor:
         raise ValueError(f"backward: a gradient of shape {tuple(grad.shape)} for a result of shape {shape}")
     if bridge.on_device(loss.value):
         bridge.require_same_queue("backward", loss.value, grad)
+        if grad.dtype in bridge.HALF_DTYPES and loss.value.dtype == "float32":
+            grad = cast(grad, "float32")
     return grad if tuple(grad.shape) == shape else bridge.view(grad, shape)
+
+
+def _scale_of(scaler: LossScale | None, seed: Tensor | None) -> tuple[AppliedScale | None, bool]:
+    """Returns what a backward multiplies by, and whether each layer has a scale of its own besides. One that runs in an
+    op's own backward begins with a gradient that has come to that, and is scaled already."""
+    if scaler is not None:
+        return scaler.applied(), scaler.layerwise
+    return (None, False) if seed is None else (delivery.running.scale, delivery.running.layerwise)
 
 
 def _warn_of_dead_tapes(cut: list[Node]) -> None:

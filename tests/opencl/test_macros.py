@@ -1,4 +1,4 @@
-"""Kernels whose macros are missing, or have values that they do not know, do not compile; their numbers are Python's."""
+"""Kernels whose macros are missing, or have values that they do not know, do not compile; the numbers are Python's."""
 
 from __future__ import annotations
 

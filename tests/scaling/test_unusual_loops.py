@@ -17,10 +17,10 @@ from netcl import autograd as ag
 from netcl.optim import SGD, clip_grad_norm
 
 from clamp import amp
-from clamp.bridge import Tensor
+from clamp.bridge import Parameter, Tensor
 from clamp.ops.multi_tensor import check_
-from tests.networks import LR, Task
-from tests.reference import to_device
+from tests.networks import LR, Task, scaled_backward
+from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -389,3 +389,58 @@ def test_a_node_that_has_its_parents_tensor_has_its_own_gradient(
     with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
         outside(scaled_loss).backward()
     np.testing.assert_array_equal(weight.grad.to_host(), 6 * factor)
+
+
+# ---------------------------------------------------------------------------------------------- one backward in another
+
+
+def _run_again(f: Any) -> Any:
+    """An op that keeps nothing, as a reversible block: its backward runs f again, and backward through that."""
+
+    def op(x: Any) -> Any:
+        def forward(value: Tensor) -> Tensor:
+            with ag.no_grad():
+                return f(ag.tensor(value)).value  # type: ignore[no-any-return]
+
+        def backward(grad: Tensor) -> list[Tensor]:
+            given = to_device(x.value.queue, to_numpy(x.value))
+            given.requires_grad = True
+            ag.Tape().backward(f(ag.tensor(given)), grad)
+            return [given.grad]
+
+        return ag.apply_op(forward, backward, x)
+
+    return op
+
+
+_USES: dict[str, tuple[Any, int]] = {  # functions of x and of one that multiplies by the weight; how often that is used
+    "alone": (lambda x, f: _run_again(f)(x), 1),
+    "between others": (lambda x, f: f(_run_again(f)(f(x))), 3),
+    "in another": (lambda x, f: f(_run_again(lambda x: _run_again(f)(f(x)))(f(x))), 4),
+}
+
+
+@pytest.mark.parametrize("uses", _USES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("by", ["scale_loss", "layer by layer", "GradScaler"])
+@pytest.mark.filterwarnings("ignore:the loss given to scale_loss")  # reaches what was made in backward, too
+def test_what_an_ops_own_backward_hands_on_keeps_its_scale(
+    queue: cl.CommandQueue, uses: str, dtype: str, by: str
+) -> None:
+    """It was taken for the true one, and not divided. What the parameter had of the pass around it was lost."""
+    weight, x = Parameter.from_host(queue, np.full((4, 4), 0.25, np.float32)), to_device(queue, np.ones((4, 4)))
+    function, count = _USES[uses]
+
+    def loss() -> Any:
+        return ag.sum(function(ag.tensor(x), lambda x: ag.matmul_op(x, ag.tensor(weight))))
+
+    if by == "GradScaler":
+        scaler = amp.GradScaler(256.0)
+        with amp.autocast(dtype=dtype):
+            scaler.scale(loss()).backward()
+        scaler.unscale_(SGD([weight]))
+    else:
+        rule = amp.ScaleRule(layerwise=by != "scale_loss") if dtype == "float16" else "auto"
+        handle = amp.init(dtype=dtype, loss_scale=rule)
+        scaled_backward(handle, loss(), SGD([weight]))
+    np.testing.assert_array_equal(weight.grad.to_host(), 4 * count)
