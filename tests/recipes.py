@@ -222,8 +222,8 @@ NO_RECIPE = {
 def network(queue: cl.CommandQueue) -> layers.Sequential:
     """A Sequential of everything that netcl fuses in training."""
     return nn.Sequential(
-        nn.Conv2d(queue, 3, 4, 3, pad=1), nn.ReLU(),
-        nn.Conv2d(queue, 4, 4, 3, pad=2, dilation=2, groups=2), nn.ReLU(),
+        nn.Conv2d(queue, 3, 4, 3, pad=2, dilation=2), nn.ReLU(),
+        nn.Conv2d(queue, 4, 4, 3, pad=1, groups=2), nn.ReLU(),
         nn.Conv2d(queue, 4, 4, 3, pad=1), nn.BatchNorm2d(queue, 4), nn.ReLU(),
         nn.Conv2d(queue, 4, 4, 3, pad=1), nn.BatchNorm2d(queue, 4), nn.LeakyReLU(0.1), nn.MaxPool2d(2, 2),
         nn.Flatten(), nn.Linear(queue, 64, 8), nn.ReLU(), nn.Linear(queue, 8, 3),

@@ -154,7 +154,7 @@ def test_two_losses_with_their_own_scales(queue: cl.CommandQueue) -> None:
     optimizer.step()
     for old, new, grad in zip(before, weights_of(model), grads, strict=True):
         np.testing.assert_allclose(new, old - 1e-3 * grad, rtol=1e-5, atol=1e-7)
-    assert optimizer.lr == 1e-3
+    assert (optimizer.lr, optimizer.loss_scale) == (1e-3, 2.0**16)
     optimizer.lr = 0.5
     assert optimizer.__wrapped__.lr == 0.5
 

@@ -574,10 +574,13 @@ def test_functions_that_write_in_place_write_masters(queue: cl.CommandQueue, dty
     first, second = (model.parameters() for model in models)
     broadcast_params(first, [first, second])
     for pair in zip(first, second, strict=True):
+        scale_(pair[1], 3.0)
         all_reduce(pair, op="mean")
+        scale_(pair[0], 0.5)
         broadcast(list(pair))
     for params in (first, second):
         assert_same(master_values(params), values)
+        assert_model_follows(params, dtype)
     for param in second:
         scale_(param, 0.25)
     assert_same(master_values(second), [x / 4 for x in values])

@@ -125,6 +125,19 @@ def graph_of_another_optimizer(s: Setting) -> None:
         s.other.step()
 
 
+def two_losses_of_which_one_runs_again(s: Setting) -> None:
+    """What both were computed from is the second's, for which one of two optimizers has stepped."""
+    for _ in range(STEPS):
+        s.clear()
+        hidden, loss = s.forward()
+        late = s.error(s.second(hidden))
+        s.backward(loss, s.one)
+        s.backward(late, [s.one, s.other])
+        s.one.step()
+        s.backward(late, [s.one, s.other])
+        s.other.step()
+
+
 def one_optimizer_for_two_losses_in_turn(s: Setting) -> None:
     for _ in range(STEPS):
         s.clear()
@@ -238,8 +251,8 @@ def frozen_later(s: Setting) -> None:
 
 RUN = (
     plain, second_backward_before_the_step, gan, gan_generator_first, graph_of_another_optimizer,
-    one_optimizer_for_two_losses_in_turn, accumulation, checkpointed, recorded, truncated_by_values, truncated_by_tapes,
-    line_search, summed_for_logging, retained, frozen_later,
+    two_losses_of_which_one_runs_again, one_optimizer_for_two_losses_in_turn, accumulation, checkpointed, recorded,
+    truncated_by_values, truncated_by_tapes, line_search, summed_for_logging, retained, frozen_later,
 )  # fmt: skip
 
 MOVED = (gan_generator_first, graph_of_another_optimizer, one_optimizer_for_two_losses_in_turn, line_search, retained)
