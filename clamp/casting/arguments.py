@@ -24,7 +24,7 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
 from clamp.casting.operands import cast_node, say_nothing
 from clamp.casting.policy_table import check_dtype
-from clamp.casting.regions import Caching, Region
+from clamp.casting.regions import Caching, Region, current_region
 
 _PLAIN = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, type)
 #: What a container of a class of the user's is underneath, and is made and filled as, whatever its class does when one
@@ -271,7 +271,8 @@ def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
             f"cast takes a float32, float16 or bfloat16 Node or Tensor on an OpenCL device, got {type(x).__name__}"
             f"{f' of dtype {value.dtype}' if isinstance(value, bridge.Tensor) else ''}"
         )
-    return cast_node(x, dtype)
+    region = current_region()  # without one nobody hears of a write to a weight, whose copy would be the old one
+    return cast_node(x, dtype, use_cache=region is not None and region.cache_enabled)
 
 
 class CastArguments:

@@ -233,7 +233,7 @@ def say_nothing(source: str, target: str) -> None:
 
 
 def cast_node(
-    x: TensorLike, dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: Caching = True
+    x: TensorLike, dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: Caching = False
 ) -> TensorLike:
     """x in another dtype, by an autograd node whose backward casts the gradient back; x itself if nothing changes."""
     value = x.value

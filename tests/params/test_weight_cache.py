@@ -254,7 +254,7 @@ def test_a_step_ends_what_was_derived_from_views(
     assert output(shown) == 8.0
 
 
-def test_a_region_without_cache_casts_anew_for_users_functions(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
+def test_a_region_without_cache_casts_anew_for_users(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
     weight = Parameter.from_host(queue, np.ones(16, np.float32))
 
     @amp.half_function
@@ -262,9 +262,19 @@ def test_a_region_without_cache_casts_anew_for_users_functions(queue: cl.Command
         return float(to_numpy(x.value)[0])  # type: ignore[attr-defined]
 
     with amp.autocast(cache_enabled=False):
-        assert first(ag.tensor(weight)) == 1.0
-        cl.enqueue_copy(queue, weight.buffer, np.full(16, 2.0, np.float32))
-        assert first(ag.tensor(weight)) == 2.0
+        for value, cast in ((1.0, lambda x: x), (2.0, lambda x: amp.cast(x, "float16"))):
+            cl.enqueue_copy(queue, weight.buffer, np.full(16, value, np.float32))
+            assert first(cast(ag.tensor(weight))) == value
+            cl.enqueue_copy(queue, weight.buffer, np.full(16, value + 8, np.float32))
+            assert first(cast(ag.tensor(weight))) == value + 8
+
+
+def test_a_cast_where_nobody_hears_of_a_step_is_of_the_weight_after_it(queue: cl.CommandQueue) -> None:
+    weight = Parameter.from_host(queue, np.ones(16, np.float32))
+    weight.grad = to_device(queue, np.ones(16))
+    for value in (1.0, 0.0):
+        np.testing.assert_array_equal(to_numpy(amp.cast(ag.tensor(weight), "float16").value), value)
+        SGD([weight], lr=1.0).step()
 
 
 #: Ways to read a float32 tensor that is no weight in 16 bits, or the other way round.
