@@ -121,7 +121,7 @@ def _state() -> dict[str, Any]:
     states = enumerate(interrupts._states)
     known = {f"{type(x).__name__} {i}.{name}": value for i, x in states for name, value in _values(x).items()}
     settings = {"tells": _SCALING.guards.reports.tells, "process": regions.process_region(), "change": regions._change}
-    settings |= {"observers": RESULTS.observers, "told": RESULTS.own, "listeners": list(LISTENERS)}
+    settings |= {"observers": RESULTS.observers, "listeners": list(LISTENERS)}
     _, words, *place = np.random.get_state()
     return known | settings | {"drawn": (words.tobytes(), place)}
 

@@ -305,7 +305,7 @@ def bound(
     for needless in operands if moves else unread:
         needless.is_not_read()
     if prod(out.shape) > graphs.LARGE or prod(parents[0].value.shape) > graphs.LARGE:
-        graphs.free_unread_values(parents, RESULTS.watched)
+        graphs.free_unread_values(parents, bool(RESULTS.observers))
     return made
 
 

@@ -1,7 +1,6 @@
 """The hub that every result of an op passes, and every gradient: what ``clamp.debug`` looks at.
 
-Nobody asks at each op whether somebody looks. Without an observer, ``RESULTS.own``, ``.foreign`` and the others are
-functions that do what has to be done anyway; with one, others stand in their place.
+Without an observer a result costs a look at an empty tuple.
 """
 
 from __future__ import annotations
@@ -60,30 +59,6 @@ class Observer:
         """An ``optimizer.step()`` is over, done or skipped: its ``StepReport``."""
 
 
-def _foreign(made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:  # noqa: ARG001  (as who is told)
-    return made
-
-
-def _netcls(made: Any, args: Sequence[Any]) -> Any:  # noqa: ARG001  (as who is told)
-    return made
-
-
-def _backward(run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
-    run(loss, grad)
-
-
-def _add(add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-    # netcl has no sum in place of 16-bit gradients that builds everywhere, and one kernel for all threads, of which one
-    # would launch it with the arguments of another; and it launches groups of 256, which some devices do not have.
-    if bridge.is_floating(first) and bridge.is_floating(second) and first.shape == second.shape:
-        return elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
-    return add(first, second)
-
-
-def _nothing(*_: object) -> None:
-    pass
-
-
 _in_backward = of_threads(Flag())  # of netcl's engine, while somebody looks
 
 
@@ -98,47 +73,24 @@ def untold() -> AbstractContextManager[None]:
 
 
 class _Results:
-    """The functions that results pass, as they are now.
+    """What results pass. Where nobody looks, it does what has to be done anyway.
 
     Attributes:
         observers: who is told.
-        watched: whether there are any, for who passes by all of these.
-        needs_values: whether one of them does (`Observer`).
-        own: ``own(made, parents)`` returns the result of an op of clamp's.
-        foreign: the same of an op of the user's, or of netcl's.
-        netcls: ``netcls(made, args)`` returns what a function of netcl's has made of its arguments; its ops have told
-            nobody, but for those that are clamp's.
-        backward: ``backward(run, loss, grad)`` runs netcl's engine.
-        add: ``add(add, first, second)`` adds two gradients of one node, in the first one's dtype; netcl's ``add`` may
-            write to the first.
-        stepping: ``stepping(params)`` is told before each step, even one that will be skipped.
-        stepped: ``stepped(report)`` is told of each step.
     """
-
-    stepping: Callable[[Sequence[Tensor]], None]
-    stepped: Callable[[Any], None]
 
     def __init__(self) -> None:
         self.observers: tuple[Observer, ...] = ()
-        self._last: Callable[[], Any] = _nothing
-        self._exchange()
+        self._last: Callable[[], Any] = lambda: None  # result that was told of last
 
     def attach(self, observer: Observer) -> None:
         """Tells ``observer`` of every result, in every thread; a second call changes nothing."""
         if observer not in self.observers:
             self.observers += (observer,)
-            self._exchange()
-
-    @property
-    def key(self) -> Hashable:
-        """The observers, weakly held. What was recorded for replay tells those that were there then: it is another
-        recording for others."""
-        return tuple(map(weakref.ref, self.observers))
 
     def detach(self, observer: Observer) -> None:
         """``observer`` is told nothing any more."""
         self.observers = tuple(other for other in self.observers if other is not observer)
-        self._exchange()
 
     @contextmanager
     def attached(self, observer: Observer) -> Iterator[None]:
@@ -148,22 +100,25 @@ class _Results:
             self.attach(observer)
             yield
 
-    def _exchange(self) -> None:
-        self.watched = bool(self.observers)
-        self.needs_values = any(observer.needs_values for observer in self.observers)
-        if self.observers:
-            self.own, self.foreign, self.netcls = self._own_seen, self._seen, self._netcls_seen
-            self.backward, self.add = self._backward_seen, self._add_seen
-            self.stepping, self.stepped = self._before_step, self._step_seen
-        else:
-            self.own, self.foreign, self.netcls = note_result, _foreign, _netcls
-            self.backward, self.add, self.stepping, self.stepped = _backward, _add, _nothing, _nothing
+    @property
+    def key(self) -> Hashable:
+        """The observers, weakly held. What was recorded for replay tells those that were there then: it is another
+        recording for others."""
+        return tuple(map(weakref.ref, self.observers))
 
-    def _own_seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-        return self._seen(note_result(made, parents), parents)
+    @property
+    def needs_values(self) -> bool:
+        """Whether one of the observers does (`Observer`)."""
+        return any(observer.needs_values for observer in self.observers)
 
-    def _seen(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
-        if _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):
+    def own(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+        """Returns the result of an op of clamp's."""
+        made = note_result(made, parents)
+        return self.foreign(made, parents) if self.observers else made
+
+    def foreign(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
+        """Returns the result of an op of the user's, or of netcl's."""
+        if not self.observers or _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):
             return made  # a step of a gradient; a compiler's node, or nothing that netcl made
         told = []
         for observer in self.observers:
@@ -177,43 +132,57 @@ class _Results:
                 made.grad_fn = _seen_gradients(made.grad_fn, told)
         return made
 
-    def _netcls_seen(self, made: Any, args: Sequence[Any]) -> Any:
-        """Tells of what is new: a function may hand on what it was given, or what another has made."""
+    def netcls(self, made: Any, args: Sequence[Any]) -> Any:
+        """Returns what a function of netcl's has made of its arguments; its ops have told nobody, but for those that
+        are clamp's. Tells of what is new: a function may hand on what it was given, or what another has made."""
+        if not self.observers:
+            return made
         for one in made if isinstance(made, list | tuple) else (made,):
             if isinstance(one, Node) and one.op_name is not None and not hasattr(one, "is_observed"):
-                self._seen(one, one.parents)
+                self.foreign(one, one.parents)
             elif isinstance(one, Tensor) and self._last() is not one and not any(one is x for x in args):
-                self._seen(one, [x for x in args if isinstance(x, Node | Tensor)])
+                self.foreign(one, [x for x in args if isinstance(x, Node | Tensor)])
         return made
 
-    def _backward_seen(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
+    def backward(self, run: Callable[..., None], loss: Node, grad: Tensor | None) -> None:
+        """Runs netcl's engine."""
+        if not self.observers:
+            return run(loss, grad)
         with forward_again():
             for node in bridge.in_order(loss):  # those that a user made by hand have passed nowhere
                 if not node.parents or hasattr(node, "is_observed"):
                     continue
                 if not any(isinstance(x.value, bridge.Freed) for x in (node, *node.parents)):
-                    self._seen(node, node.parents)
+                    self.foreign(node, node.parents)
         with untold():
             run(loss, grad)
         for observer in self.observers:
             observer.backward_ended(loss, grad)
+        return None
 
-    def _add_seen(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
-        if not bridge.is_floating(first):
+    def add(self, add: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
+        """Adds two gradients of one node, in the first one's dtype; netcl's ``add`` may write to the first."""
+        # netcl has no sum in place of 16-bit gradients that builds everywhere, and one kernel for all threads, of which
+        # one would launch it with the arguments of another; and it launches groups of 256, which some devices do not
+        # have. Who looks finds both as they were.
+        is_ours = bridge.is_floating(first) and bridge.is_floating(second) and first.shape == second.shape
+        if not is_ours and not (self.observers and bridge.is_floating(first)):
             return add(first, second)
-        # The same bits, and both stay what they were for whoever looks at them later.
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
         with forward_again():
             for observer in self.observers:
                 observer.added(made, first, second)
         return made
 
-    def _before_step(self, params: Sequence[Tensor]) -> None:
-        gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
-        for observer in self.observers:
-            observer.stepping(gradients)
+    def stepping(self, params: Sequence[Tensor]) -> None:
+        """Tells of a step that begins, even of one that will be skipped."""
+        if self.observers:
+            gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
+            for observer in self.observers:
+                observer.stepping(gradients)
 
-    def _step_seen(self, report: Any) -> None:
+    def stepped(self, report: Any) -> None:
+        """Tells of a step that is over."""
         for observer in self.observers:
             observer.stepped(report)
 

@@ -132,7 +132,7 @@ def tape_backward(
     penalties.refuse_penalty(create_graph)
     _require_node(loss)
     grad = None if grad is None else _seed(loss, grad)
-    graphs.forward_is_over(loss, instance, RESULTS.watched)
+    graphs.forward_is_over(loss, instance, bool(RESULTS.observers))
     computed, leaves, cut, scaled, starts, in_half = [], [], [], [], [loss], False
     recomputed = False
     for node in bridge.graph(loss):  # of every node of every step: short

@@ -156,7 +156,7 @@ def passes_of(function: FunctionType) -> Callable[..., bool]:
 
 
 def _passes(*args: Any) -> bool:
-    if RESULTS.watched:
+    if RESULTS.observers:
         return False
     for x in args:  # of every call inside disable_casts(): short
         value = x.value if type(x) is Node else x

@@ -120,13 +120,12 @@ def test_a_healthy_step_launches_nothing_more_when_armed(queue: cl.CommandQueue)
 
 
 def test_nobody_observes_when_nothing_is_armed(queue: cl.CommandQueue) -> None:
-    own = RESULTS.own
     handle = amp.init(debug="attribution")
-    assert RESULTS.own is not own
+    assert RESULTS.observers
     handle.shutdown()
-    assert RESULTS.own is own
+    assert not RESULTS.observers
     with amp.init():
-        assert RESULTS.own is own
+        assert not RESULTS.observers
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["before the first step", "between two"])
@@ -263,7 +262,7 @@ def test_an_error_in_a_step_that_is_looked_at_is_the_users(queue: cl.CommandQueu
     training = Training(queue, "forward")
     handle = amp.init()
     training.step(handle)()
-    state, own = amp.state_dict(), RESULTS.own
+    state = amp.state_dict()
 
     def fails() -> None:
         training.step(handle)()
@@ -272,7 +271,7 @@ def test_an_error_in_a_step_that_is_looked_at_is_the_users(queue: cl.CommandQueu
     with pytest.raises(KeyError, match="the user's"):
         handle.explain(fails)
     assert amp.state_dict() == state
-    assert RESULTS.own is own
+    assert not RESULTS.observers
 
 
 # ---------------------------------------------------------------------------------------------- on its own

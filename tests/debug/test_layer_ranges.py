@@ -41,7 +41,7 @@ SCALE = 64.0
 def off() -> Any:
     yield
     amp.shutdown()
-    assert not RESULTS.watched
+    assert not RESULTS.observers
 
 
 def run(queue: cl.CommandQueue, **options: Any) -> tuple[Any, Any, Any]:

@@ -206,8 +206,7 @@ def test_what_is_seen_changes_nothing_and_nothing_is_seen_when_off(queue: cl.Com
             with Profiler() as recorder:
                 training.step()
             assert enqueued.setdefault(debug, recorder.names) == recorder.names
-        assert not RESULTS.watched
-        assert RESULTS.stepping.__name__ == "_nothing"
+        assert not RESULTS.observers
         assert LISTENERS == []
     notes = ["note", "squares", "total"]
     assert [name for name in enqueued["summary"] if name not in notes] == enqueued[None]

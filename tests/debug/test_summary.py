@@ -52,7 +52,7 @@ def off() -> Any:
     yield
     amp.shutdown()
     assert LISTENERS == []
-    assert not RESULTS.watched
+    assert not RESULTS.observers
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
