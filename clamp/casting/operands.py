@@ -121,7 +121,7 @@ class Casting(ABC):
         self.function = function
         return self
 
-    def operands(self, *xs: TensorLike) -> tuple[Operand, ...]:
+    def operands(self, *xs: Any) -> tuple[Operand, ...]:
         """The arguments as operands, one by one, all on one queue.
 
         Raises:
@@ -133,7 +133,7 @@ class Casting(ABC):
             bridge.require_same_queue(self.function, *[operand.parent.value for operand in operands])
         return operands
 
-    def _operand(self, x: TensorLike) -> Operand:
+    def _operand(self, x: Any) -> Operand:
         return Operand(x, owned_value(x))
 
     @abstractmethod
@@ -141,14 +141,14 @@ class Casting(ABC):
         """Dtype of the result."""
 
 
-def owned_value(x: TensorLike) -> Tensor:
+def owned_value(x: Any) -> Tensor:
     """The tensor of an argument that clamp's kernels can read: fp32, fp16, bf16 or int32, on an OpenCL device.
 
     Raises:
-        NotOwned: it is something else.
+        NotOwned: it is something else, or no node or tensor.
         TypeError: it is a node in a node.
     """
-    value = x.value
+    value = x.value if isinstance(x, Node | Tensor) else None
     if not isinstance(value, Tensor):
         if isinstance(value, Node):
             raise TypeError("a node was given to ag.tensor, which takes tensors: pass the node on as it is")
@@ -179,8 +179,7 @@ def as_is(x: Any) -> Operand:
     Raises:
         NotOwned: it is no tensor of clamp's.
     """
-    node = as_node(x)
-    return Operand(node, owned_value(node))
+    return Operand(x, owned_value(x))
 
 
 def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
@@ -190,7 +189,7 @@ def float_operands(casting: Casting, *xs: Any) -> tuple[Operand, ...]:
         NotOwned: one of them is not float32, float16 or bfloat16 on an OpenCL device.
         ValueError: they are on different queues.
     """
-    operands = casting.operands(*map(as_node, xs))
+    operands = casting.operands(*xs)
     require_floating(*operands)
     return operands
 
@@ -341,14 +340,3 @@ def _are_leaves(operands: Iterable[Operand]) -> bool:
 def _drop(operands: Iterable[Operand]) -> None:
     for operand in operands:
         operand.drop()
-
-
-def as_node(x: Any) -> TensorLike:
-    """x if it is a node or tensor.
-
-    Raises:
-        NotOwned: it is neither.
-    """
-    if isinstance(x, Node | Tensor):
-        return x
-    raise NotOwned

@@ -257,7 +257,7 @@ class Half(Policy):
     def result_dtype(self, *operands: Operand) -> str:
         return self.dtype
 
-    def _operand(self, x: TensorLike) -> Operand:
+    def _operand(self, x: Any) -> Operand:
         value = owned_value(x)
         storage = bridge.STORAGE.get(value.dtype)
         if storage is None:

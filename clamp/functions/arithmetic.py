@@ -18,7 +18,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_node, bound, float_operands
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, bound, float_operands
 from clamp.casting.registry import implements, leave_to_netcl_if
 from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import computed
@@ -202,7 +202,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     """
     if is_scalar(a) and is_scalar(b):
         raise ValueError("where needs at least one Tensor/Node branch")
-    choice = Operand(condition, whole_value(as_node(condition)))
+    choice = Operand(condition, whole_value(condition))
     operands, inputs = _with_numbers(casting, a, b)
     bridge.require_same_queue("where", choice.value, *(x.parent.value for x in operands))
     out = elementwise("where", casting.result_dtype(*operands), choice.value, *_values(inputs))
@@ -213,7 +213,7 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
 
 def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
     (operand,) = float_operands(casting, x)
-    where = whole_value(as_node(mask))
+    where = whole_value(mask)
     bridge.require_same_queue("masked_fill", operand.value, where)
     return operand, where
 

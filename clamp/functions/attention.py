@@ -10,7 +10,6 @@ from clamp.casting.operands import (
     Casting,
     Operand,
     as_is,
-    as_node,
     bound,
     float_operands,
     require_floats,
@@ -37,7 +36,7 @@ def flash_attention(
     Returns:
         The result, and the log-sum-exp of each query's scores, (B, H, T) in float32.
     """
-    operands = qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
+    operands = qo, ko, vo = casting.operands(q, k, v)
     require_floats("flash_attention", q=qo, k=ko, v=vo)
     causal = yes_or_no("flash_attention", "causal", causal)
     dtype = casting.result_dtype(*operands)
@@ -65,7 +64,7 @@ def tensor_flash_attention_backward(
     causal: bool = True, scale: float | None = None,
 ) -> ops.Gradients:  # fmt: skip
     """Gradients of q, k and v, each in the dtype of its tensor. ``out`` is not needed."""
-    qo, ko, vo = casting.operands(*map(as_node, (q, k, v)))
+    qo, ko, vo = casting.operands(q, k, v)
     grad, sums = as_is(grad_out), as_is(lse)
     require_floats("flash_attention_backward", q=qo, k=ko, v=vo, lse=sums, grad_out=grad)
     bridge.require_same_queue("flash_attention_backward", qo.value, grad.value, sums.value)
@@ -84,7 +83,7 @@ def flash_attention_decode(
         ValueError: shapes that do not fit, or ``cache_len`` beyond the capacity.
         TypeError: a tensor of integers.
     """
-    (qo,) = casting.operands(as_node(q))
+    (qo,) = casting.operands(q)
     ko, vo = as_is(k_cache), as_is(v_cache)
     require_floats("flash_attention_decode", q=qo, k_cache=ko, v_cache=vo)
     bridge.require_same_queue("flash_attention_decode", qo.value, ko.value, vo.value)
@@ -109,7 +108,7 @@ def rope(
         ValueError: D is odd, or there are not T positions.
     """
     (operand,) = float_operands(casting, x)
-    places = whole_value(as_node(positions))
+    places = whole_value(positions)
     bridge.require_same_queue("rope", operand.value, places)
     dtype, base = casting.result_dtype(operand), number("rope", "base", base)
     out = rotate(operand.value, places, base, inverse=bool(inverse), out_dtype=dtype)

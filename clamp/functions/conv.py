@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound, require_floating
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, owned_value, require_floating
 from clamp.casting.registry import implements
 from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
@@ -55,7 +55,7 @@ def conv2d_relu(
 
     netcl's fused layer does not pass its groups on: they follow from the shapes.
     """
-    image, kernel = as_node(x).value.shape, as_node(w).value.shape
+    image, kernel = owned_value(x).shape, owned_value(w).shape
     is_whole = len(image) == len(kernel) == 4 and kernel[1] > 0 and image[1] > 0 and image[1] % kernel[1] == 0
     window = _window("conv2d_relu", stride, pad, 1, image[1] // kernel[1] if is_whole else 1)
     return _convolve(casting, x, w, bias, window, True, "conv2d_relu", tape)
@@ -76,7 +76,7 @@ def conv_transpose2d(
         ValueError: shapes that do not fit, or x or the result has no pixel.
     """
     window = _window("conv_transpose2d", stride, pad, 1, 1)
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     bo = None if bias is None else as_is(bias)
     _check("conv_transpose2d", xo, wo, bo, wo.shape[:1], wo.shape[1:2])
     extent = _pair("conv_transpose2d", "kernel", wo.shape[2:], 1)
@@ -104,7 +104,7 @@ def _convolve(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None, window: Window, relu: bool, name: str,
     tape: Tape | None,
 ) -> Any:  # fmt: skip
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     bo = None if bias is None else as_is(bias)
     _check(name, xo, wo, bo, (wo.shape[1] * window.groups,) if len(wo.shape) == 4 else (), wo.shape[:1])
     if wo.shape[0] % window.groups:
@@ -198,7 +198,7 @@ def depthwise_conv2d(
     casting: Casting, x: Any, w: Any, bias: Any = None, stride: int = 1, pad: int = 0, tape: Tape | None = None
 ) -> Any:
     """Each channel of x (N, C, H, W) convolved with its own filter of w (C, 1, KH, KW), plus bias (C,)."""
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     bo = None if bias is None else as_is(bias)
     require_floating(xo, wo, bo)
     dtype = casting.result_dtype(xo, wo)
@@ -226,7 +226,7 @@ def tensor_conv2d_backward(
 ) -> Any:  # fmt: skip
     """(gradient of x or None, of w, of the bias or None), each in its tensor's dtype."""
     window = _window("conv2d_backward", stride, pad, dilation, groups)
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     grad = as_is(grad_out).value
     gx = None
     if need_grad_x:
@@ -251,7 +251,7 @@ def depthwise_conv2d_backward(
     casting: Casting, x: Tensor, w: Tensor, grad_out: Tensor, bias: Tensor | None = None, stride: int = 1, pad: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(gradient of x, of w, of the bias or None), each in its tensor's dtype."""
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     grad, bo = as_is(grad_out), None if bias is None else as_is(bias)
     require_floating(xo, wo, grad, bo)
     bridge.require_same_queue("depthwise_conv2d_backward", xo.value, wo.value, grad.value)

@@ -15,7 +15,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, NotOwned, as_node, bound, float_operands, owned_value
+from clamp.casting.operands import Casting, Gradients, NotOwned, bound, float_operands, owned_value
 from clamp.casting.policies import Match
 from clamp.casting.registry import implements
 from clamp.ops import concat
@@ -50,7 +50,7 @@ def whole_value(x: TensorLike) -> Tensor:
     Raises:
         NotOwned: it is something else.
     """
-    value = x.value
+    value: Any = x.value if isinstance(x, Node | Tensor) else None
     if getattr(value, "dtype", None) == "int64" and bridge.on_device(value):
         return bridge.view(ops.to_index(value), value.shape)
     return owned_value(x)
@@ -88,7 +88,7 @@ def int32_on_device(host: Any, queue: Any) -> Tensor:
 def _select(
     casting: Casting, x: Any, axis: int, index: Any, name: str, tape: Tape | None, out: Tensor | None = None
 ) -> Any:
-    (operand,) = casting.operands(as_node(x))
+    (operand,) = casting.operands(x)
     axis = axis_of(name, axis, len(operand.shape))
     at = _indices(name, index, operand.value, axis)
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"

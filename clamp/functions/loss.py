@@ -16,7 +16,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is, as_node, bound, require_floats
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, as_is, bound, require_floats
 from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.ops import loss as ops
@@ -46,7 +46,7 @@ def require_same_shape(name: str, first: str, x: Operand, second: str, t: Operan
 
 def operands_alike(casting: Casting, name: str, **arguments: Any) -> tuple[Operand, ...]:
     """A loss's arguments as operands: floating, and all of one shape, or an error is raised."""
-    operands = casting.operands(*map(as_node, arguments.values()))
+    operands = casting.operands(*arguments.values())
     named = dict(zip(arguments, operands, strict=True))
     require_floats(name, **named)
     (first, x), *rest = named.items()
@@ -144,7 +144,7 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
     """
     if _rank(targets) == 1:
         return _label_loss(casting, "cross_entropy", logits, targets, IGNORE_INDEX, tape)
-    x, t = casting.operands(as_node(logits), as_node(targets))
+    x, t = casting.operands(logits, targets)
     rows, _ = _require_rows("cross_entropy", x)
     require_floats("cross_entropy", targets=t)
     require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
@@ -178,7 +178,7 @@ def cross_entropy_indices(
 
 
 def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_index: int, tape: Tape | None) -> Any:
-    (x,) = casting.operands(as_node(logits))
+    (x,) = casting.operands(logits)
     rows, classes = _require_rows(name, x)
     ignore_index = min(max(whole_number(name, "ignore_index", ignore_index), -(2**63)), 2**63 - 1)
     labels = _labels(name, targets, x.value, classes, ignore_index)
@@ -235,7 +235,7 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
         logits: (N, C), float32, float16 or bfloat16.
         targets: one-hot rows (N, C), in any of these dtypes; they get no gradient.
     """
-    x, t = casting.operands(as_node(logits), as_node(targets))
+    x, t = casting.operands(logits, targets)
     _require_rows("hinge_loss", x)
     require_floats("hinge_loss", targets=t)
     require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
@@ -249,7 +249,7 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
 
 
 def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    (x,) = casting.operands(as_node(logits))
+    (x,) = casting.operands(logits)
     rows, _ = _require_rows(name, x)
     labels = labels_given(name, targets, x.value)
     if not isinstance(targets, Tensor) or labels is not targets:

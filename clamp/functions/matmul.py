@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, Operand, as_is, as_node, bound
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound
 from clamp.casting.policies import WeightOperand
 from clamp.casting.registry import implements
 from clamp.functions.recompute import asked_before, computed
@@ -31,7 +31,7 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
     Raises:
         ValueError: shapes that do not fit, or that netcl's matmul does not take.
     """
-    x, w = casting.operands(as_node(a), as_node(b))
+    x, w = casting.operands(a, b)
     _check_matmul_shapes(x.shape, w.shape)
     if len(x.shape) > 2 and len(w.shape) == 2:
         return _rows_times_matrix(casting, x, w, tape)
@@ -41,7 +41,7 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
 @implements("netcl.autograd.bmm", "netcl.ops.bmm.bmm", uses=(gemm, permute))
 def bmm(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None = None) -> Any:
     """(..., M, K) @ (..., K, N) with equal leading dimensions."""
-    x, w = casting.operands(as_node(a), as_node(b))
+    x, w = casting.operands(a, b)
     if len(x.shape) < 3 or len(x.shape) != len(w.shape) or x.shape[:-2] != w.shape[:-2] or x.shape[-1] != w.shape[-2]:
         raise ValueError(
             f"bmm takes (..., M, K) and (..., K, N) with equal leading dimensions, got {x.shape} and {w.shape}"
@@ -148,7 +148,7 @@ def linear_relu(
     casting: Casting, x: TensorLike, w: TensorLike, bias: TensorLike | None = None, tape: Tape | None = None
 ) -> Any:
     """relu(x @ w + bias) for x (M, K), w (K, N), bias (N,): one GEMM, bias and relu in its store."""
-    xo, wo = casting.operands(as_node(x), as_node(w))
+    xo, wo = casting.operands(x, w)
     # A bias is read in its own dtype (policy match), so it takes no part in the casting.
     bo = None if bias is None else as_is(bias)
     if len(xo.shape) != 2 or len(wo.shape) != 2:

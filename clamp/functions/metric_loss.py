@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Gradients, Operand, as_node, bound, require_floats
+from clamp.casting.operands import Casting, Gradients, Operand, bound, require_floats
 from clamp.casting.registry import Function, implements
 from clamp.functions.indexing import host_integers, int32_on_device
 from clamp.functions.loss import labels_given, operands_alike
@@ -70,7 +70,7 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
         ValueError: they are no matrices, or D differs.
     """
     name = "pairwise_squared_distances"
-    operands = casting.operands(as_node(X), *([] if Y is None else [as_node(Y)]))
+    operands = casting.operands(X, *([] if Y is None else [Y]))
     x, y = operands[0], operands[-1]
     require_floats(name, X=x, Y=y)
     if len(x.shape) != 2 or len(y.shape) != 2 or x.shape[1] != y.shape[1]:

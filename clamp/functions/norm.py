@@ -12,7 +12,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Operand, as_node, bound, float_operands, floats_as_is, owned_value
+from clamp.casting.operands import Casting, Operand, bound, float_operands, floats_as_is, owned_value
 from clamp.casting.registry import Function, implements
 from clamp.functions.recompute import is_recomputing, kept
 from clamp.ops import norm_planes as planes_ops
@@ -252,7 +252,7 @@ def layer_norm(
     """
     (xo,) = float_operands(casting, x)
     eps, shape = number("layer_norm", "eps", eps), xo.shape
-    rows = _rows_that_share_statistics(xo, as_node(gamma))
+    rows = _rows_that_share_statistics(xo, owned_value(gamma))
     go, bo = _parameters_of("layer_norm", xo, rows[-1], gamma, beta)
     out, mean, var = rows_ops.layer_norm(
         bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
@@ -268,14 +268,14 @@ def layer_norm(
     return bound(bridge.view(out, shape), {(xo, go, bo): backward}, "layer_norm", tape), mean, var
 
 
-def _rows_that_share_statistics(x: Operand, gamma: TensorLike) -> tuple[int, ...]:
+def _rows_that_share_statistics(x: Operand, gamma: Tensor) -> tuple[int, ...]:
     """x's shape with the axes that are normalized together as one: the last, or as many as gamma has.
 
     ``LayerNorm([2, 3])`` means both axes, as in PyTorch; netcl normalizes the last alone and reads the first 3 of
     gamma's 6 elements for every row.
     """
     n = _last_axis("layer_norm", x)
-    axes = tuple(gamma.value.shape)
+    axes = tuple(gamma.shape)
     if len(axes) > 1 and x.shape[-len(axes) :] == axes:
         return (*x.shape[: -len(axes)], prod(axes))
     return (*x.shape[:-1], n)

@@ -8,7 +8,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Operand, as_node, bound, owned_value
+from clamp.casting.operands import Casting, Operand, bound, owned_value
 from clamp.casting.registry import implements
 from clamp.functions.recompute import computed
 from clamp.ops import concat
@@ -19,7 +19,7 @@ from clamp.ops.cast import cast
 
 def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
     """x under another shape, in its own memory."""
-    (operand,) = casting.operands(as_node(x))
+    (operand,) = casting.operands(x)
     before = operand.shape
 
     def gradient(grad: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
 
 def shape_of(x: Any) -> tuple[int, ...]:
     """The shape of an argument that clamp's kernels can read."""
-    return tuple(int(extent) for extent in owned_value(as_node(x)).shape)
+    return tuple(int(extent) for extent in owned_value(x).shape)
 
 
 def _whole_numbers(name: str, argument: str, given: Any, least: int | None = None) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     Raises:
         ValueError: dims is no permutation of x's axes.
     """
-    (operand,) = casting.operands(as_node(x))
+    (operand,) = casting.operands(x)
     dims = _whole_numbers("permute", "dims", dims)
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
@@ -155,7 +155,7 @@ def cat(
     tensors = _listed("cat", tensors)
     if out is None or not tensors:
         return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
-    operands = casting.operands(*(as_node(x) for x in tensors))
+    operands = casting.operands(*tensors)
     dtype = moved_dtype(casting, "cat", *operands)
     return concat.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))
 
@@ -183,7 +183,7 @@ def _joined(
 ) -> Any:  # fmt: skip
     if not tensors:
         raise ValueError(f"{name} needs at least one tensor")
-    operands = casting.operands(*(as_node(x) for x in tensors))
+    operands = casting.operands(*tensors)
     dtype = moved_dtype(casting, name, *operands)
     if name == "stack" and len({operand.shape for operand in operands}) > 1:
         shapes = ", ".join(str(operand.shape) for operand in operands)
@@ -213,7 +213,7 @@ def tensor_transpose2d(casting: Casting, x: Any) -> Any:
     Raises:
         ValueError: x has not two dimensions.
     """
-    (operand,) = casting.operands(as_node(x))
+    (operand,) = casting.operands(x)
     if len(operand.shape) != 2:
         raise ValueError(f"transpose2d expects a 2D tensor, got shape {operand.shape}")
     return ops.permute(operand.value, (1, 0))

@@ -17,7 +17,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor
-from clamp.casting.operands import Casting, NotOwned, Operand, as_node, bound, owned_value
+from clamp.casting.operands import Casting, NotOwned, Operand, bound, owned_value
 from clamp.casting.registry import implements
 from clamp.functions.shape import moved_dtype, shape_of, stretches_of, view
 from clamp.ops import concat as ops
@@ -118,7 +118,7 @@ def _sliced(
     shapes: Sequence[tuple[int, ...]], name: str, tape: Tape | None,
 ) -> list[Any]:  # fmt: skip
     """Slices of x, seen as ``rows`` rows: a stretch of each row, under a shape of its own."""
-    (operand,) = casting.operands(as_node(x))
+    (operand,) = casting.operands(x)
     dtype = moved_dtype(casting, name, operand)
     whole = bridge.view(operand.value, (rows, row))
     pieces = ops.split(whole, 1, stretches, out_dtypes=[dtype] * len(stretches))
@@ -168,7 +168,7 @@ def narrow(
     shape, start = shape_of(x), whole_number("narrow", "start", start)
     start += shape[axis_of("narrow", axis, len(shape))] if start < 0 else 0
     if out is not None:
-        (operand,) = casting.operands(as_node(x))
+        (operand,) = casting.operands(x)
         dtype = moved_dtype(casting, "narrow", operand)
         return ops.split(operand.value, axis, [(start, int(length))], out_dtypes=[dtype], outs=[owned_value(out)])[0]
     length = whole_number("narrow", "length", length, 0)
@@ -290,7 +290,7 @@ def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, sta
         ValueError: there is no such axis, src does not fit there, or their other extents differ.
         TypeError: one is int32 and the other floating.
     """
-    target, x = owned_value(as_node(dst)), owned_value(as_node(src))
+    target, x = owned_value(dst), owned_value(src)
     moved_dtype(casting, "write_into", Operand(dst, target), Operand(src, x))
     bridge.require_same_queue("write_into", target, x)
     ops.write_into(target, x, axis, int(start))
@@ -300,7 +300,7 @@ def tensor_write_into(casting: Casting, dst: Tensor, src: Tensor, axis: int, sta
 @implements("netcl.ops.tensor_ops.zeros_like", uses=())
 def tensor_zeros_like(casting: Casting, x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Zeros of x's dtype, of its shape or another."""
-    value = owned_value(as_node(x))
+    value = owned_value(x)
     if value.dtype not in bridge.STORAGE:
         raise NotOwned
     return bridge.zeros(value.queue, value.shape if shape is None else tuple(int(n) for n in shape), value.dtype)
