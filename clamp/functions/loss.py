@@ -8,8 +8,9 @@ gradient; l2 has the gradient of half its value), the value rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,34 +56,54 @@ def operands_alike(casting: Casting, name: str, **arguments: Any) -> tuple[Opera
     return operands
 
 
-def slope(
-    kind: str, operands: Sequence[Operand], receiver: Operand, constants: Sequence[float] = ()
-) -> Callable[[Tensor], Tensor]:
-    """The gradient of a kind of loss of operands, for the one that receives it."""
+# ------------------------------------------------------------------------------------------------ of each element
 
-    def gradient(grad: Tensor) -> Tensor:
-        return loss_gradient(kind, [operand.value for operand in operands], grad, receiver.grad_dtype, constants)
+# Scalars are sums, as in netcl; the elementwise forms are float32, too. Where a probability lies outside the range that
+# netcl holds it in, the loss does not depend on it and its gradient is 0; netcl's own is that at the end of the range,
+# up to 1e7, which overflows in 16 bits.
 
-    return gradient
+_PROBABILITY_EPSILON = 1e-7
+_BANNED_EPSILON = 1e-6  # binary_cross_entropy's
+_SMALLEST_BETA = 1e-6
+
+_SWAPPED = "swapped"  # of |x - t|: the gradient for t is that for x with the two in each other's place
+#: Kind of a loss -> the kind of each operand's gradient; None: it gets none, as in netcl.
+_SLOPES: dict[str, Sequence[str | None]] = {
+    "mse": ("mse", _SWAPPED),
+    "l1": ("l1", _SWAPPED),
+    "smooth_l1": ("smooth_l1", _SWAPPED),
+    "logit_bce": ("logit_bce", "logit_bce_target"),
+    "probability_bce": ("probability_bce", "probability_bce_target"),
+    "weighted_smooth_l1": ("weighted_smooth_l1", _SWAPPED, "weighted_smooth_l1_weight"),
+    "weighted_bce": ("weighted_bce", None, None),
+    "detection": ("detection", None, None, None),
+    "box": ("box", "box_target"),
+}
 
 
-# --------------------------------------------------------------------------------------------------- pairs
-
-
-def _pair_loss(
-    casting: Casting, name: str, kind: str, pred: Any, target: Any, tape: Tape | None, beta: float = 1.0
-) -> Any:
-    x, t = operands_alike(casting, name, pred=pred, target=target)
-    loss = loss_sum(kind, (x.value, t.value), (beta,))
-    # The loss is a function of |x - t|: its gradient for t is that for x with the operands swapped.
-    gradients: Gradients = {x: slope(kind, (x, t), x, (beta,)), t: slope(kind, (t, x), t, (beta,))}
+def _of_elements(
+    name: str, kind: str, operands: Sequence[Operand], tape: Tape | None, constants: Sequence[float] = (),
+    dtype: str | None = None,
+) -> Any:  # fmt: skip
+    """Records the loss of each element, stored in a dtype; without one their sum."""
+    values = [operand.value for operand in operands]
+    loss = loss_sum(kind, values, constants) if dtype is None else loss_terms(kind, values, dtype, constants)
+    x, t, *weights = operands
+    gradients: Gradients = {}
+    for receiver, slope in zip(operands, _SLOPES[kind], strict=True):
+        read, of = ((t, x, *weights), kind) if slope == _SWAPPED else (operands, slope)
+        gradients[receiver] = None if of is None else partial(_slope, of, read, receiver, constants)
     return bound(loss, gradients, name, tape)
+
+
+def _slope(kind: str, read: Sequence[Operand], receiver: Operand, constants: Sequence[float], grad: Tensor) -> Tensor:
+    return loss_gradient(kind, [operand.value for operand in read], grad, receiver.grad_dtype, constants)
 
 
 def _sum_of_pairs(kind: str, name: str, *more: str) -> Function:
     @implements(f"netcl.autograd.{name}", *more, uses=(loss_sum,))
     def function(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-        return _pair_loss(casting, name, kind, pred, target, tape)
+        return _of_elements(name, kind, operands_alike(casting, name, pred=pred, target=target), tape)
 
     return function
 
@@ -104,17 +125,116 @@ def smooth_l1_loss(casting: Casting, pred: Any, target: Any, beta: float = 1.0, 
     beta = number("smooth_l1_loss", "beta", beta)
     if not beta >= 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}, and must not be negative or NaN")
-    return _pair_loss(casting, "smooth_l1_loss", "smooth_l1", pred, target, tape, beta)
+    operands = operands_alike(casting, "smooth_l1_loss", pred=pred, target=target)
+    return _of_elements("smooth_l1_loss", "smooth_l1", operands, tape, (beta,))
 
 
 @implements("netcl.autograd.binary_cross_entropy_with_logits", uses=(LOSS_TERMS,))
 def binary_cross_entropy_with_logits(casting: Casting, logits: Any, target: Any, tape: Tape | None = None) -> Any:
     """``max(x, 0) - x*t + log(1 + exp(-|x|))`` of each logit x and target t: no reduction, the logits' shape."""
     name = "binary_cross_entropy_with_logits"
-    x, t = operands_alike(casting, name, logits=logits, target=target)
-    loss = loss_terms("logit_bce", (x.value, t.value), casting.result_dtype(x, t))
-    gradients: Gradients = {x: slope("logit_bce", (x, t), x), t: slope("logit_bce_target", (x, t), t)}
-    return bound(loss, gradients, name, tape)
+    operands = operands_alike(casting, name, logits=logits, target=target)
+    return _of_elements(name, "logit_bce", operands, tape, dtype=casting.result_dtype(*operands))
+
+
+@implements("netcl.autograd.binary_cross_entropy", uses=(LOSS_TERMS,))
+def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
+    """``-(t*log(p) + (1-t)*log(1-p))`` of each probability p and target t: not reduced, float32, pred's shape.
+
+    Banned unless ``allow_banned``. Probabilities are held in 1e-6 .. 1 - 1e-6; outside, their gradient is 0.
+    """
+    operands = operands_alike(casting, "binary_cross_entropy", pred=pred, target=target)
+    constants, dtype = bce_constants(_BANNED_EPSILON), casting.result_dtype(*operands)
+    return _of_elements("binary_cross_entropy", "probability_bce", operands, tape, constants, dtype)
+
+
+def _beta(name: str, beta: float) -> float:
+    return max(number(name, "beta", beta), _SMALLEST_BETA)
+
+
+def _weighted_smooth_l1(name: str, dtype: str | None) -> Function:
+    """``weight * (d*d / (2*beta) if d < beta else d - beta/2)`` of ``d = |pred - target|``, or the sum of that.
+
+    Of beta at least 1e-6 is used, as in netcl.
+    """
+
+    @implements(f"netcl.autograd.{name}", uses=(loss_sum,))
+    def function(
+        casting: Casting, pred: Any, target: Any, weight: Any, beta: float = 1.0, tape: Tape | None = None
+    ) -> Any:
+        operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
+        return _of_elements(name, "weighted_smooth_l1", operands, tape, (_beta(name, beta),), dtype)
+
+    return function
+
+
+def _weighted_bce(name: str, dtype: str | None) -> Function:
+    """``-weight * (t*log(p) + (1-t)*log(1-p))`` of probabilities p and targets t, or the sum of that.
+
+    Probabilities are held in 1e-7 .. 1 - 1e-7. Only they get a gradient, as in netcl.
+    """
+
+    @implements(f"netcl.autograd.{name}", uses=(loss_sum,))
+    def function(casting: Casting, pred: Any, target: Any, weight: Any, tape: Tape | None = None) -> Any:
+        operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
+        return _of_elements(name, "weighted_bce", operands, tape, bce_constants(_PROBABILITY_EPSILON), dtype)
+
+    return function
+
+
+weighted_smooth_l1_loss = _weighted_smooth_l1("weighted_smooth_l1_loss", None)
+weighted_smooth_l1_elementwise = _weighted_smooth_l1("weighted_smooth_l1_elementwise", "float32")
+weighted_bce = _weighted_bce("weighted_bce", None)
+weighted_bce_elementwise = _weighted_bce("weighted_bce_elementwise", "float32")
+
+
+@implements("netcl.autograd.fused_weighted_bce_smooth_l1_loss", uses=(loss_sum,))
+def fused_weighted_bce_smooth_l1_loss(
+    casting: Casting, pred: Any, target: Any, heat_weight: Any, reg_weight: Any, heat_scale: float, reg_scale: float,
+    beta: float = 0.05, tape: Tape | None = None,
+) -> Any:  # fmt: skip
+    """``heat_scale * weighted_bce(heat_weight) + reg_scale * weighted_smooth_l1(reg_weight)``: float32, shape (1,).
+
+    Args:
+        pred: predictions, which alone get a gradient.
+        target, heat_weight, reg_weight: the same shape; all in any mixture of float32, float16 and bfloat16.
+        beta: as for ``weighted_smooth_l1_loss``, and so are the errors.
+    """
+    name = "fused_weighted_bce_smooth_l1_loss"
+    operands = operands_alike(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
+    constants = detection_constants(
+        _beta(name, beta), _PROBABILITY_EPSILON, number(name, "heat_scale", heat_scale),
+        number(name, "reg_scale", reg_scale),
+    )  # fmt: skip
+    return _of_elements(name, "detection", operands, tape, constants)
+
+
+@implements("netcl.nn.loss.weighted_box_smooth_l1_loss", uses=(loss_sum,))
+def weighted_box_smooth_l1_loss(
+    casting: Casting, pred: Any, target: Any, beta: float = 0.05, area_ref: float = 0.01, area_gain: float = 1.5,
+    miss_gain: float = 2.0, center_gain: float = 3.0, size_gain: float = 1.0, tape: Tape | None = None,
+) -> Any:  # fmt: skip
+    """Weighted smooth l1 of boxes (x center, y center, width, height), all coordinates in 0 .. 1: float32, shape (1,).
+
+    A coordinate's weight is ``(1 + area_gain * min(sqrt(area / area_ref), 6)) * (1 + miss_gain * (1 - iou)**2)``
+    times center_gain or size_gain, with the target's area and the boxes' intersection over union. To the gradient
+    the weights are constants, as in netcl.
+
+    Args:
+        pred, target: (N, 4), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
+
+    Raises:
+        ValueError: the shapes differ, or are not (N, 4).
+    """
+    name = "weighted_box_smooth_l1_loss"
+    operands = operands_alike(casting, name, pred=pred, target=target)
+    shape = operands[0].shape
+    if len(shape) != 2 or shape[1] != 4:
+        raise ValueError(f"{name}: pred and target have shape {shape}, and must be (N, 4): one box a row")
+    gains = {"area_gain": area_gain, "miss_gain": miss_gain, "center_gain": center_gain, "size_gain": size_gain}
+    sizes = (_beta(name, beta), max(number(name, "area_ref", area_ref), 1e-6))
+    constants = (*sizes, *(number(name, gain, value) for gain, value in gains.items()))
+    return _of_elements(name, "box", operands, tape, constants)
 
 
 # ---------------------------------------------------------------------------------------------------- rows
@@ -312,134 +432,3 @@ def softmax_backward(casting: Casting, out: Any, grad_out: Any, axis: int = -1) 
     y, grad = as_is(out), as_is(grad_out)
     require_floats("softmax_backward", out=y, grad_out=grad)
     return softmax_gradient(y.value, grad.value, axis, out_dtype=y.grad_dtype)
-
-
-# ---------------------------------------------------------------------------------------- weighted elements, boxes
-
-# Scalars are sums, as in netcl; the elementwise forms are float32, too. Where a probability lies outside the range that
-# netcl holds it in, the loss does not depend on it and its gradient is 0; netcl's own is that at the end of the range,
-# up to 1e7, which overflows in 16 bits.
-
-_PROBABILITY_EPSILON = 1e-7
-_BANNED_EPSILON = 1e-6  # binary_cross_entropy's
-_SMALLEST_BETA = 1e-6
-
-
-def _beta(name: str, beta: float) -> float:
-    return max(number(name, "beta", beta), _SMALLEST_BETA)
-
-
-def _reduced(kind: str, operands: Sequence[Operand], constants: Sequence[float], summed: bool) -> Tensor:
-    values = [operand.value for operand in operands]
-    return loss_sum(kind, values, constants) if summed else loss_terms(kind, values, "float32", constants)
-
-
-def _weighted_smooth_l1(name: str, summed: bool) -> Function:
-    """``weight * (d*d / (2*beta) if d < beta else d - beta/2)`` of ``d = |pred - target|``, or the sum of that.
-
-    Of beta at least 1e-6 is used, as in netcl.
-    """
-    kind = "weighted_smooth_l1"
-
-    @implements(f"netcl.autograd.{name}", uses=(loss_sum,))
-    def function(
-        casting: Casting, pred: Any, target: Any, weight: Any, beta: float = 1.0, tape: Tape | None = None
-    ) -> Any:
-        x, t, w = operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
-        constants = (_beta(name, beta),)
-        gradients: Gradients = {
-            x: slope(kind, operands, x, constants),
-            t: slope(kind, (t, x, w), t, constants),  # the loss is a function of |x - t|
-            w: slope(f"{kind}_weight", operands, w, constants),
-        }
-        return bound(_reduced(kind, operands, constants, summed), gradients, name, tape)
-
-    return function
-
-
-def _weighted_bce(name: str, summed: bool) -> Function:
-    """``-weight * (t*log(p) + (1-t)*log(1-p))`` of probabilities p and targets t, or the sum of that.
-
-    Probabilities are held in 1e-7 .. 1 - 1e-7. Only they get a gradient, as in netcl.
-    """
-    kind = "weighted_bce"
-
-    @implements(f"netcl.autograd.{name}", uses=(loss_sum,))
-    def function(casting: Casting, pred: Any, target: Any, weight: Any, tape: Tape | None = None) -> Any:
-        x, t, w = operands = operands_alike(casting, name, pred=pred, target=target, weight=weight)
-        constants = bce_constants(_PROBABILITY_EPSILON)
-        gradients: Gradients = {x: slope(kind, operands, x, constants), t: None, w: None}
-        return bound(_reduced(kind, operands, constants, summed), gradients, name, tape)
-
-    return function
-
-
-weighted_smooth_l1_loss = _weighted_smooth_l1("weighted_smooth_l1_loss", summed=True)
-weighted_smooth_l1_elementwise = _weighted_smooth_l1("weighted_smooth_l1_elementwise", summed=False)
-weighted_bce = _weighted_bce("weighted_bce", summed=True)
-weighted_bce_elementwise = _weighted_bce("weighted_bce_elementwise", summed=False)
-
-
-@implements("netcl.autograd.fused_weighted_bce_smooth_l1_loss", uses=(loss_sum,))
-def fused_weighted_bce_smooth_l1_loss(
-    casting: Casting, pred: Any, target: Any, heat_weight: Any, reg_weight: Any, heat_scale: float, reg_scale: float,
-    beta: float = 0.05, tape: Tape | None = None,
-) -> Any:  # fmt: skip
-    """``heat_scale * weighted_bce(heat_weight) + reg_scale * weighted_smooth_l1(reg_weight)``: float32, shape (1,).
-
-    Args:
-        pred: predictions, which alone get a gradient.
-        target, heat_weight, reg_weight: the same shape; all in any mixture of float32, float16 and bfloat16.
-        beta: as for ``weighted_smooth_l1_loss``, and so are the errors.
-    """
-    name, kind = "fused_weighted_bce_smooth_l1_loss", "detection"
-    operands = operands_alike(casting, name, pred=pred, target=target, heat_weight=heat_weight, reg_weight=reg_weight)
-    constants = detection_constants(
-        _beta(name, beta), _PROBABILITY_EPSILON, number(name, "heat_scale", heat_scale),
-        number(name, "reg_scale", reg_scale),
-    )  # fmt: skip
-    loss = loss_sum(kind, [operand.value for operand in operands], constants)
-    x, *others = operands
-    return bound(loss, {x: slope(kind, operands, x, constants), **dict.fromkeys(others)}, name, tape)
-
-
-@implements("netcl.nn.loss.weighted_box_smooth_l1_loss", uses=(loss_sum,))
-def weighted_box_smooth_l1_loss(
-    casting: Casting, pred: Any, target: Any, beta: float = 0.05, area_ref: float = 0.01, area_gain: float = 1.5,
-    miss_gain: float = 2.0, center_gain: float = 3.0, size_gain: float = 1.0, tape: Tape | None = None,
-) -> Any:  # fmt: skip
-    """Weighted smooth l1 of boxes (x center, y center, width, height), all coordinates in 0 .. 1: float32, shape (1,).
-
-    A coordinate's weight is ``(1 + area_gain * min(sqrt(area / area_ref), 6)) * (1 + miss_gain * (1 - iou)**2)``
-    times center_gain or size_gain, with the target's area and the boxes' intersection over union. To the gradient
-    the weights are constants, as in netcl.
-
-    Args:
-        pred, target: (N, 4), in any mixture of float32, float16 and bfloat16. Either may need a gradient.
-
-    Raises:
-        ValueError: the shapes differ, or are not (N, 4).
-    """
-    name = "weighted_box_smooth_l1_loss"
-    x, t = operands = operands_alike(casting, name, pred=pred, target=target)
-    if len(x.shape) != 2 or x.shape[1] != 4:
-        raise ValueError(f"{name}: pred and target have shape {x.shape}, and must be (N, 4): one box a row")
-    gains = {"area_gain": area_gain, "miss_gain": miss_gain, "center_gain": center_gain, "size_gain": size_gain}
-    sizes = (_beta(name, beta), max(number(name, "area_ref", area_ref), 1e-6))
-    constants = (*sizes, *(number(name, gain, value) for gain, value in gains.items()))
-    loss = loss_sum("box", (x.value, t.value), constants)
-    gradients: Gradients = {x: slope("box", operands, x, constants), t: slope("box_target", operands, t, constants)}
-    return bound(loss, gradients, name, tape)
-
-
-@implements("netcl.autograd.binary_cross_entropy", uses=(LOSS_TERMS,))
-def binary_cross_entropy(casting: Casting, pred: Any, target: Any, tape: Tape | None = None) -> Any:
-    """``-(t*log(p) + (1-t)*log(1-p))`` of each probability p and target t: not reduced, float32, pred's shape.
-
-    Banned unless ``allow_banned``. Probabilities are held in 1e-6 .. 1 - 1e-6; outside, their gradient is 0.
-    """
-    x, t = operands = operands_alike(casting, "binary_cross_entropy", pred=pred, target=target)
-    constants, kind = bce_constants(_BANNED_EPSILON), "probability_bce"
-    loss = loss_terms(kind, (x.value, t.value), casting.result_dtype(*operands), constants)
-    gradients: Gradients = {x: slope(kind, operands, x, constants), t: slope(f"{kind}_target", operands, t, constants)}
-    return bound(loss, gradients, "binary_cross_entropy", tape)
