@@ -23,38 +23,24 @@ from clamp.ops import elementwise
 from clamp.ops import prelu as prelu_ops
 from clamp.ops.arguments import number, probability, whole_number, yes_or_no
 
-#: netcl's name -> forward, gradient, and whether the gradient reads the result instead of the input
-_PLAIN = {
-    "relu": ("relu", "relu_grad", True),
-    "sigmoid": ("sigmoid", "sigmoid_grad", False),
-    "tanh": ("tanh", "tanh_grad", False),
-    "swish": ("swish", "swish_grad", False),
-    "softplus": ("softplus", "softplus_grad", False),
-    "hard_sigmoid": ("hard_sigmoid", "hard_sigmoid_grad", False),
-    "hard_swish": ("hard_swish", "hard_swish_grad", False),
-    "abs": ("abs", "abs_grad", False),
-    "exp": ("exp", "mul", True),
-    "log": ("log", "div", False),
-    "log1p": ("log1p", "log1p_grad", False),
-    "sqrt": ("sqrt", "sqrt_grad", True),
-    "rsqrt": ("rsqrt", "rsqrt_grad", False),
-    "square": ("square", "square_grad", False),
-}
-
-#: names that netcl has a function of bare tensors for, too
-_ON_TENSORS = {"relu", "sigmoid", "tanh", "swish", "softplus", "hard_sigmoid", "hard_swish"}
+#: names that netcl has a function of bare tensors for, too, and others
+_ON_TENSORS = ("relu", "sigmoid", "tanh", "swish", "softplus", "hard_sigmoid", "hard_swish")
+_OF_NODES = ("abs", "exp", "log", "log1p", "sqrt", "rsqrt", "square")
+_GRADIENTS = {"exp": "mul", "log": "div"}  # of the others: "relu_grad" of relu
+_READ_THE_RESULT = ("relu", "exp", "sqrt")  # in backward, in place of the input
 
 
-def _plain(name: str, op: str, grad_op: str, from_out: bool) -> None:
+def _plain(name: str) -> None:
     places = ("netcl.autograd", "netcl.ops.elementwise") if name in _ON_TENSORS else ("netcl.autograd",)
+    grad_op, from_out = _GRADIENTS.get(name, f"{name}_grad"), name in _READ_THE_RESULT
 
     @implements(*(f"{place}.{name}" for place in places), uses=(elementwise,))
     def function(casting: Casting, x: TensorLike, tape: Tape | None = None) -> Any:
-        return apply_unary(casting, x, tape, op, grad_op, from_out=from_out)
+        return apply_unary(casting, x, tape, name, grad_op, from_out=from_out)
 
 
-for _name, _rule in _PLAIN.items():
-    _plain(_name, *_rule)
+for _name in _ON_TENSORS + _OF_NODES:
+    _plain(_name)
 
 
 @implements("netcl.autograd.leaky_relu", "netcl.ops.elementwise.leaky_relu", uses=(elementwise,))

@@ -230,11 +230,8 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     operand, where = _masked_operands(casting, x, mask)
     fill = number("masked_fill", "fill", fill)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
-
-    def gradient(grad: Tensor) -> Tensor:
-        return masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "masked_fill", tape, unread=(operand,))
+    gradients: Gradients = {operand: lambda grad: masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)}
+    return bound(out, gradients, "masked_fill", tape, unread=(operand,))
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
@@ -251,15 +248,8 @@ def fused_bias_relu(casting: Casting, x: Tensor, bias: Tensor) -> Any:
     return add_relu(casting, x, bias)
 
 
-#: netcl's name -> the function, and whether the number is its first operand
-_SCALAR_OPS = {
-    "ADD": ("add", False),
-    "SUB": ("sub", False),
-    "RSUB": ("sub", True),
-    "MUL": ("mul", False),
-    "DIV": ("div", False),
-    "RDIV": ("div", True),
-}
+#: netcl's names of functions of a tensor and a number; of those with an R the number is the first operand
+_SCALAR_OPS = ("ADD", "SUB", "RSUB", "MUL", "DIV", "RDIV")
 
 
 @implements("netcl.ops.elementwise.elementwise_scalar", uses=(elementwise,))
@@ -271,10 +261,9 @@ def elementwise_scalar(
     if op not in _SCALAR_OPS:
         raise NotOwned  # netcl's error names the ops there are
     (operand,) = float_operands(casting, x)
-    function, number_first = _SCALAR_OPS[op]
     scalar = number("elementwise_scalar", "scalar", scalar)
-    operands = (scalar, operand.value) if number_first else (operand.value, scalar)
-    return elementwise(function, casting.result_dtype(operand), *operands)
+    operands = (scalar, operand.value) if op.startswith("R") else (operand.value, scalar)
+    return elementwise(op.removeprefix("R").lower(), casting.result_dtype(operand), *operands)
 
 
 #: netcl's name -> the function

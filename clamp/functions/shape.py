@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, Operand, bound, owned_value
-from clamp.casting.registry import implements
+from clamp.casting.operands import Casting, Gradients, Operand, bound, owned_value
+from clamp.casting.registry import Function, implements
 from clamp.functions.recompute import computed
 from clamp.ops import concat
 from clamp.ops import shape as ops
@@ -20,14 +20,10 @@ from clamp.ops.cast import cast
 def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tape | None) -> Any:
     """x under another shape, in its own memory."""
     (operand,) = casting.operands(x)
-    before = operand.shape
-
-    def gradient(grad: Tensor) -> Tensor:
-        return bridge.view(cast(grad, operand.grad_dtype), before)
-
-    value = operand.value
+    before, value = operand.shape, operand.value
     out = computed(lambda: bridge.view(value, shape), value, shape, value.dtype)
-    return bound(out, {operand: gradient}, op_name, tape, moves=True)
+    gradients: Gradients = {operand: lambda grad: bridge.view(cast(grad, operand.grad_dtype), before)}
+    return bound(out, gradients, op_name, tape, moves=True)
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -56,20 +52,21 @@ def _resolved(name: str, before: tuple[int, ...], shape: Any) -> tuple[int, ...]
     return wanted
 
 
-@implements("netcl.autograd.reshape", uses=())
-def reshape(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
+def _reshaping(name: str) -> Function:
     """x under another shape of as many elements; one extent may be -1.
 
     Raises:
         ValueError: the number of elements differs, or two extents are -1.
     """
-    return view(casting, x, _resolved("reshape", shape_of(x), shape), "reshape", tape)
+
+    @implements(f"netcl.autograd.{name}", uses=())
+    def function(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
+        return view(casting, x, _resolved(name, shape_of(x), shape), name, tape)
+
+    return function
 
 
-@implements("netcl.autograd.flatten", uses=())
-def flatten(casting: Casting, x: Any, shape: Sequence[int], tape: Tape | None = None) -> Any:
-    """netcl's other name for ``reshape``: the shape is given in full (an extent of -1 is filled in)."""
-    return view(casting, x, _resolved("flatten", shape_of(x), shape), "flatten", tape)
+reshape, flatten = _reshaping("reshape"), _reshaping("flatten")  # two names of netcl's for it
 
 
 @implements("netcl.autograd.unsqueeze", uses=())
@@ -152,46 +149,38 @@ def cat(
         ValueError: there is no tensor, no such axis, or the shapes do not fit.
         TypeError: integers and floating tensors together.
     """
-    tensors = _listed("cat", tensors)
-    if out is None or not tensors:
-        return _joined(casting, tensors, axis, "cat", tape, lambda shape, axis: shape)
-    operands = casting.operands(*tensors)
-    dtype = moved_dtype(casting, "cat", *operands)
-    return concat.cat([operand.value for operand in operands], axis, out_dtype=dtype, out=owned_value(out))
+    return _joined(casting, "cat", tensors, axis, tape, out)
 
 
 @implements("netcl.autograd.stack", uses=(concat,))
 def stack(casting: Casting, tensors: Sequence[Any], axis: int = 0, tape: Tape | None = None) -> Any:
     """The tensors, all of one shape, along an axis that the result has more than they."""
-
-    def with_new_axis(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-        axis = axis_of("stack", axis, len(shape) + 1)
-        return (*shape[:axis], 1, *shape[axis:])
-
-    return _joined(casting, _listed("stack", tensors), axis, "stack", tape, with_new_axis)
-
-
-def _listed(name: str, tensors: Any) -> list[Any]:
-    if not isinstance(tensors, Iterable):
-        raise TypeError(f"{name}: tensors is of type {type(tensors).__name__}; pass a list of nodes or tensors")
-    return list(tensors)
+    return _joined(casting, "stack", tensors, axis, tape)
 
 
 def _joined(
-    casting: Casting, tensors: Sequence[Any], axis: int, name: str, tape: Tape | None,
-    seen_as: Callable[[tuple[int, ...], int], tuple[int, ...]],
+    casting: Casting, name: str, tensors: Any, axis: int, tape: Tape | None, out: Tensor | None = None
 ) -> Any:  # fmt: skip
-    if not tensors:
-        raise ValueError(f"{name} needs at least one tensor")
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"{name}: tensors is of type {type(tensors).__name__}; pass a list of nodes or tensors")
     operands = casting.operands(*tensors)
+    if not operands:
+        raise ValueError(f"{name} needs at least one tensor")
     dtype = moved_dtype(casting, name, *operands)
-    if name == "stack" and len({operand.shape for operand in operands}) > 1:
-        shapes = ", ".join(str(operand.shape) for operand in operands)
-        raise ValueError(f"stack: the tensors must have one shape, got {shapes}; cat joins what differs along its axis")
-    views = [bridge.view(operand.value, seen_as(operand.shape, axis)) for operand in operands]
-    axis = axis_of(name, axis, len(views[0].shape))
-    out = concat.cat(views, axis, out_dtype=dtype)
-    stretches = list(stretches_of([x.shape[axis] for x in views]))
+    shapes, is_stack = [operand.shape for operand in operands], name == "stack"
+    if is_stack and len(set(shapes)) > 1:
+        shown_shapes = ", ".join(map(str, shapes))
+        raise ValueError(
+            f"stack: the tensors must have one shape, got {shown_shapes}; cat joins what differs along its axis"
+        )
+    axis = axis_of(name, axis, len(shapes[0]) + is_stack)
+    if is_stack:
+        shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in shapes]
+    views = [bridge.view(operand.value, shape) for operand, shape in zip(operands, shapes, strict=True)]
+    joined = concat.cat(views, axis, out_dtype=dtype, out=None if out is None else owned_value(out))
+    if out is not None:
+        return joined
+    stretches = stretches_of([shape[axis] for shape in shapes])
     del views
 
     def backward(grad: Tensor) -> list[Tensor | None]:
@@ -200,7 +189,7 @@ def _joined(
         pieces = iter(concat.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
         return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
 
-    return bound(out, {operands: backward}, name, tape, moves=True)
+    return bound(joined, {operands: backward}, name, tape, moves=True)
 
 
 # ------------------------------------------------------------------------------------------ tensor level
