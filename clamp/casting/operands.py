@@ -44,12 +44,11 @@ class Operand:
         value: the tensor that the kernels read.
         weight: the parameter whose derived values the weight cache may hold; None if it must not, or is none.
         is_late: whether the value is made when somebody asks for it.
-        is_copy: whether that is a copy of a weight, which goes when backward has read it.
         goes_at_once: whether it goes after the forward where no input's gradient reads it.
     """
 
     __slots__ = ("parent", "value", "weight")
-    is_late = is_copy = goes_at_once = False
+    is_late = goes_at_once = False
 
     def __init__(self, parent: TensorLike, value: Tensor, weight: Tensor | None = None) -> None:
         self.parent = parent
@@ -101,7 +100,7 @@ class Operand:
         self.value = _NOT_READ
 
     def goes(self) -> bool:
-        """Returns whether the copy is dropped when the backward that runs has read it."""
+        """Returns whether the value, a copy of a weight, is dropped when the backward that runs has read it."""
         return False
 
     def drop(self) -> None:
@@ -282,18 +281,18 @@ def bound(
         operand.forward_done()
         if operand.goes_at_once and _are_leaves(operands):  # a first layer's: read for no input's gradient
             operand.drop()
-    copies = [operand for operand in late if operand.is_copy] if late else []
 
     def backward(grad: Tensor) -> list[Tensor | None]:
         wanted = [operand for operand in operands if bridge.needs_grad(operand.parent)]
-        going = copies and [operand for operand in copies if operand.goes()]
+        going = late and [operand for operand in late if operand.goes()]
         if going and _are_leaves(wanted):  # as above
-            _drop(going)
+            for operand in going:
+                operand.drop()
         if first is not None and wanted:
             grad = first(grad)
         found = _found(gradients, wanted, grad)
-        if going:
-            _drop(going)
+        for operand in going:
+            operand.drop()
         return [found.get(operand) for operand in operands]
 
     is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
@@ -335,8 +334,3 @@ def _found(gradients: Gradients, wanted: list[Operand], grad: Tensor) -> dict[Op
 
 def _are_leaves(operands: Iterable[Operand]) -> bool:
     return all(bridge.is_leaf(operand.parent) for operand in operands)
-
-
-def _drop(operands: Iterable[Operand]) -> None:
-    for operand in operands:
-        operand.drop()

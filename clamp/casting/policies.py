@@ -159,7 +159,6 @@ class WeightOperand(_LateOperand):
     """
 
     __slots__ = ("_losses", "_made", "_report")
-    is_copy = True
     _weakly = False  # whether the copy is kept only as long as somebody holds it
 
     def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
