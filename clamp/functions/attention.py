@@ -6,14 +6,7 @@ from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
-from clamp.casting.operands import (
-    Casting,
-    Operand,
-    as_is,
-    bound,
-    float_operands,
-    require_floats,
-)
+from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, float_operands, require_floats
 from clamp.casting.registry import implements
 from clamp.functions.indexing import whole_value
 from clamp.functions.recompute import kept
@@ -112,8 +105,7 @@ def rope(
     bridge.require_same_queue("rope", operand.value, places)
     dtype, base = casting.result_dtype(operand), number("rope", "base", base)
     out = rotate(operand.value, places, base, inverse=bool(inverse), out_dtype=dtype)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return rotate(grad, places, base, inverse=not inverse, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "rope", tape, unread=(operand,))
+    gradients: Gradients = {
+        operand: lambda grad: rotate(grad, places, base, inverse=not inverse, out_dtype=operand.grad_dtype)
+    }
+    return bound(out, gradients, "rope", tape, unread=(operand,))

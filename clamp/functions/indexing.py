@@ -95,11 +95,8 @@ def _select(
     if out is not None:
         return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
     selected = ops.index_select(operand.value, axis, at, out_dtype=dtype)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)
-
-    return bound(selected, {operand: gradient}, name, tape, unread=(operand,))
+    gradients: Gradients = {operand: lambda grad: _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)}
+    return bound(selected, gradients, name, tape, unread=(operand,))
 
 
 def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:

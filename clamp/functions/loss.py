@@ -269,11 +269,11 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
     require_floats("cross_entropy", targets=t)
     require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
     forward = ops.probability_loss(x.value, t.value)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype)
-
-    return bound(forward.loss, {x: gradient, t: None}, "cross_entropy", tape)
+    gradients: Gradients = {
+        x: lambda grad: ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype),
+        t: None,
+    }
+    return bound(forward.loss, gradients, "cross_entropy", tape)
 
 
 @implements("netcl.autograd.cross_entropy_indices", uses=(ops.LABEL_LOSS,))
@@ -308,11 +308,8 @@ def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_i
             f"pass {rows} labels, one for each row"
         )
     forward = ops.label_loss(x.value, labels, ignore_index)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype)
-
-    return bound(forward.loss, {x: gradient}, name, tape)
+    gradients: Gradients = {x: lambda grad: ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype)}
+    return bound(forward.loss, gradients, name, tape)
 
 
 def _rank(targets: Any) -> int:
@@ -361,11 +358,8 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
     margin = number("hinge_loss", "margin", margin)
     forward = ops.hinge_loss(x.value, t.value, margin)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return ops.hinge_gradient(x.value, forward, grad, margin, x.grad_dtype)
-
-    return bound(forward.loss, {x: gradient, t: None}, "hinge_loss", tape)
+    gradients: Gradients = {x: lambda grad: ops.hinge_gradient(x.value, forward, grad, margin, x.grad_dtype), t: None}
+    return bound(forward.loss, gradients, "hinge_loss", tape)
 
 
 def _logits_and_targets(casting: Casting, name: str, logits: Any, targets: Any) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clamp.bridge import Tape, Tensor
-from clamp.casting.operands import Casting, bound, float_operands
+from clamp.casting.operands import Casting, Gradients, bound, float_operands
 from clamp.casting.registry import Function, implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
@@ -47,11 +47,10 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
-
-    def gradient(grad: Tensor) -> Tensor:
-        return softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "softmax", tape, unread=(operand,))
+    gradients: Gradients = {
+        operand: lambda grad: softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)
+    }
+    return bound(out, gradients, "softmax", tape, unread=(operand,))
 
 
 # ------------------------------------------------------------------------------------------ tensor level

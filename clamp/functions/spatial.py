@@ -84,11 +84,10 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = pool_ops.global_avg_pool2d(operand.value, out_dtype=casting.result_dtype(operand))
-
-    def gradient(grad: Tensor) -> Tensor:
-        return pool_ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "global_avg_pool2d", tape, unread=(operand,))
+    gradients: Gradients = {
+        operand: lambda grad: pool_ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
+    }
+    return bound(out, gradients, "global_avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.nn.pooling.max_pool2d_backward", uses=pool_ops.ENGINES)
@@ -295,11 +294,10 @@ def affine_grid(
     size = tuple(whole_number("affine_grid", "an extent of size", extent) for extent in size)
     dtype = casting.result_dtype(operand)
     out = grid_ops.affine_grid(operand.value, size, align_corners, out_dtype=dtype)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return grid_ops.affine_grid_backward(grad, align_corners, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "affine_grid", tape)
+    gradients: Gradients = {
+        operand: lambda grad: grid_ops.affine_grid_backward(grad, align_corners, out_dtype=operand.grad_dtype)
+    }
+    return bound(out, gradients, "affine_grid", tape)
 
 
 @implements("netcl.autograd.rotate_2d_grid", uses=(grid_ops,))
