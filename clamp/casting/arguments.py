@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from operator import is_
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import wrapt
@@ -57,15 +57,6 @@ def tensors_in(x: Any) -> list[Tensor]:
     return found
 
 
-class _Copy(NamedTuple):
-    """A container that was copied, and what the copy held then."""
-
-    original: Any
-    copy: Any
-    items: dict[Any, Any]
-    attributes: dict[str, Any]
-
-
 class Conversion:
     """A conversion of nested containers; after it, ``give_back`` writes to the originals what the copies were given.
 
@@ -75,7 +66,8 @@ class Conversion:
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
-        self._copies: list[_Copy] = []
+        # of containers: the original, the copy, and which items and attributes it held then
+        self._copies: list[tuple[Any, Any, dict[Any, Any], dict[str, Any]]] = []
         self._iterators: list[_Items] = []
         self._made: dict[int, tuple[Any, Any]] = {}  # id of what was made -> it, what it stands for
         self._known: dict[int, Any] = {}  # id of a container -> what stands for it: a container met twice is one
@@ -115,7 +107,7 @@ class Conversion:
                 f"the tensors in a {type(x).__name__} are to be cast for a call, and Python cannot copy it ({error}): "
                 "pass the tensors by themselves"
             ) from error
-        self._copies.append(_Copy(x, new, items, attributes))
+        self._copies.append((x, new, items, attributes))
         return new
 
     def give_back(self) -> None:

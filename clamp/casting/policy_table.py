@@ -99,7 +99,14 @@ def check_dtype(dtype: bridge.DTypeLike, what: str = "AMP dtype", known: Iterabl
     return name
 
 
-LEVELS = ("O0", "OD", "O1", "O2")
+#: Paddle's levels -> a policy, and the functions that get it: those of these policies
+_AT_LEVEL = {
+    "O0": (CastPolicy.FLOAT, set(CastPolicy) - {CastPolicy.NONE}),
+    "OD": (CastPolicy.FLOAT, set(CastPolicy) - {CastPolicy.HALF, CastPolicy.BANNED, CastPolicy.NONE}),
+    "O1": (CastPolicy.NONE, set()),
+    "O2": (CastPolicy.HALF, {CastPolicy.PROMOTE, CastPolicy.MATCH}),
+}
+LEVELS = tuple(_AT_LEVEL)
 
 
 class PolicyTable:
@@ -152,16 +159,8 @@ class PolicyTable:
         """
         if not isinstance(level, str) or level not in LEVELS:
             raise PolicyError(f"unknown level {level!r}: pass one of {', '.join(LEVELS)}")
-        kept = {CastPolicy.HALF, CastPolicy.BANNED, CastPolicy.NONE}
-        if level == "O0":
-            return self._with_policy(CastPolicy.FLOAT, lambda entry: entry.policy is not CastPolicy.NONE)
-        if level == "OD":
-            return self._with_policy(CastPolicy.FLOAT, lambda entry: entry.policy not in kept)
-        if level == "O2":
-            return self._with_policy(
-                CastPolicy.HALF, lambda entry: entry.policy in (CastPolicy.PROMOTE, CastPolicy.MATCH)
-            )
-        return self
+        policy, of = _AT_LEVEL[level]
+        return self._with_policy(policy, lambda entry: entry.policy in of) if of else self
 
     def customized(self, white: Iterable[str] | None, black: Iterable[str] | None) -> PolicyTable:
         """The table with the functions of ``white`` in half and those of ``black`` in fp32.

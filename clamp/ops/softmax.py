@@ -19,37 +19,30 @@ _KEPT = 4096  # elements of a row that a CPU's work-item keeps as floats in its 
 
 def softmax(x: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     """``exp(x) / sum(exp(x))`` along an axis, computed in fp32 relative to the largest element."""
-    outer, n, inner = around_axis(x.shape, axis, "softmax")
     out = bridge.empty(x.queue, x.shape, out_dtype)
-    if out.size == 0:
-        return out
-    if inner == 1:
-        plan = plan_rows(x.queue, outer, n)
-        if plan.group == 1 and n <= _KEPT:
-            SOFTMAX_KEPT_ROWS(x.queue, *plan.sizes, x, out, outer, n, plan.each, KEPT=_KEPT)
-        else:
-            SOFTMAX_ROWS(x.queue, *plan.sizes, x, out, outer, n, plan.each, **plan.macros)
-    else:
-        _by_columns(SOFTMAX_COLUMNS, (x, out), outer, n, inner)
+    _run(SOFTMAX_ROWS, SOFTMAX_COLUMNS, (x, out), axis)
     return out
 
 
 def softmax_backward(y: Tensor, grad: Tensor, axis: int = -1, *, out_dtype: str) -> Tensor:
     """Gradient of softmax from its result y: ``y * (grad - sum(grad * y))`` along the axis."""
     require_gradient("softmax", grad, y.shape)
-    outer, n, inner = around_axis(y.shape, axis, "softmax")
     out = bridge.empty(y.queue, y.shape, out_dtype)
-    if out.size == 0:
-        return out
-    if inner == 1:
-        plan = plan_rows(y.queue, outer, n)
-        SOFTMAX_ROWS_BACKWARD(y.queue, *plan.sizes, y, grad, out, outer, n, plan.each, **plan.macros)
-    else:
-        _by_columns(SOFTMAX_COLUMNS_BACKWARD, (y, grad, out), outer, n, inner)
+    _run(SOFTMAX_ROWS_BACKWARD, SOFTMAX_COLUMNS_BACKWARD, (y, grad, out), axis)
     return out
 
 
-def _by_columns(kernel: Kernel, tensors: tuple[Tensor, ...], outer: int, n: int, inner: int) -> None:
-    queue = tensors[0].queue
-    sizes, width, strips = plan_columns(queue, outer, n, inner)
-    kernel(queue, *sizes, *tensors, n, inner, width, strips, outer, ONE_COLUMN=int(width == 1))
+def _run(by_rows: Kernel, by_columns: Kernel, tensors: tuple[Tensor, ...], axis: int) -> None:
+    x, queue = tensors[0], tensors[0].queue
+    outer, n, inner = around_axis(x.shape, axis, "softmax")
+    if x.size == 0:
+        return
+    if inner > 1:
+        sizes, width, strips = plan_columns(queue, outer, n, inner)
+        by_columns(queue, *sizes, *tensors, n, inner, width, strips, outer, ONE_COLUMN=int(width == 1))
+        return
+    plan = plan_rows(queue, outer, n)
+    if by_rows is SOFTMAX_ROWS and plan.group == 1 and n <= _KEPT:
+        SOFTMAX_KEPT_ROWS(queue, *plan.sizes, *tensors, outer, n, plan.each, KEPT=_KEPT)
+    else:
+        by_rows(queue, *plan.sizes, *tensors, outer, n, plan.each, **plan.macros)
