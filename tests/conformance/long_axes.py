@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.table import Array
+from tests.conformance import indexing, loss, pool, reduce
+from tests.conformance.table import Array, Reference
 
 N = 1_000_000
 
@@ -84,17 +85,13 @@ def case(
 # ------------------------------------------------------------------------------------------------ references
 
 
-def _sum(g: Array, x: Array, axis: int | None = None) -> tuple[Array, Expected]:
-    return np.atleast_1d(x.sum(axis)), ()
-
-
-def _mean(g: Array, x: Array, axis: int | None = None) -> tuple[Array, Expected]:
-    return np.atleast_1d(x.mean(axis)), ()
+def result_of(reference: Reference) -> Callable[..., tuple[Array, Expected]]:
+    """The result as the table has it; gradients are no matter of the case."""
+    return lambda g, *xs, **kwargs: (reference(*xs, **kwargs), ())
 
 
 def _softmax(g: Array, x: Array, axis: int = -1) -> tuple[Array, Expected]:
-    exps = np.exp(x - x.max(axis, keepdims=True))
-    y = exps / exps.sum(axis, keepdims=True)
+    y = reduce.softmax(x, axis)
     return y, (y * (g - (y * g).sum(axis, keepdims=True)),)
 
 
@@ -115,12 +112,6 @@ def _index_select(g: Array, x: Array, axis: int, index: Array) -> tuple[None, Ex
     grad = np.zeros(x.shape)
     np.add.at(np.moveaxis(grad, axis, 0), index, np.moveaxis(g, axis, 0))
     return None, (grad,)
-
-
-def _index_add(g: Array, x: Array, axis: int, index: Array, source: Array) -> tuple[Array, Expected]:
-    out = x.copy()
-    np.add.at(np.moveaxis(out, axis, 0), index, np.moveaxis(source, axis, 0))
-    return out, ()
 
 
 def _normalized(x: Array, axes: Any, eps: float) -> tuple[Array, Array]:
@@ -176,43 +167,9 @@ def _cross_entropy(g: Array, x: Array, targets: Array) -> tuple[Array, Expected]
     return np.atleast_1d(-(weights * log_softmax).sum() / len(x)), (dx,)
 
 
-def _hinge(g: Array, x: Array, targets: Array) -> tuple[Array, Expected]:
-    over = np.maximum(0, 1 + x - (x * targets).sum(1, keepdims=True)) * (targets == 0)
-    return np.atleast_1d(over.sum() / len(x)), ()
-
-
-def _elementwise_loss(terms: Callable[..., Array]) -> Callable[..., tuple[Array, Expected]]:
-    return lambda g, *xs: (np.atleast_1d(terms(*xs).sum()), ())
-
-
-def _smooth_l1(x: Array, t: Array, w: Array | float = 1.0) -> Array:
-    d = np.abs(x - t)
-    return np.asarray(w * np.where(d < 1, d * d / 2, d - 0.5))
-
-
 def _pairwise(g: Array, x: Array, y: Array) -> tuple[Array, Expected]:
     squares = np.stack([((row - y) ** 2).sum(1) for row in x])
     return squares, (np.stack([2 * (g[i][:, None] * (row - y)).sum(0) for i, row in enumerate(x)]),)
-
-
-def _triplet(g: Array, a: Array, p: Array, n: Array, margin: float) -> tuple[Array, Expected]:
-    losses = np.maximum(0, ((a - p) ** 2).sum(1) - ((a - n) ** 2).sum(1) + margin)
-    return np.atleast_1d(losses.mean()), ()
-
-
-def _contrastive(g: Array, x: Array, y: Array, labels: Array) -> tuple[Array, Expected]:
-    return np.atleast_1d(((x - y) ** 2).sum(1).mean()), ()
-
-
-def _global_avg_pool(g: Array, x: Array) -> tuple[Array, Expected]:
-    return x.mean((2, 3), keepdims=True), ()
-
-
-def _avg_pool(g: Array, x: Array, kernel_size: int, stride: int) -> tuple[Array, Expected]:
-    starts = range(0, x.shape[2] - kernel_size + 1, stride)
-    return np.array(
-        [[[[x[0, 0, i : i + kernel_size, j : j + kernel_size].mean() for j in starts] for i in starts]]]
-    ), ()
 
 
 def _prelu(g: Array, x: Array, slope: Array) -> tuple[None, Expected]:
@@ -278,7 +235,7 @@ def _columns(columns: int, n: int = N) -> list[LongCase]:
     """What sums n rows of so many columns."""
     rows = f"rows of {columns}"
     return [
-        case("sum", rows, lambda: [alike(n, columns)], _sum, axis=0),
+        case("sum", rows, lambda: [alike(n, columns)], result_of(reduce.sum_), axis=0),
         case("softmax", rows, lambda: [varied(n, columns)], _softmax, axis=0),
         case("bias_add", rows, lambda: [alike(n, columns), alike(columns)], _second_is_broadcast),
         case("embedding", rows, lambda: [alike(3, columns), _same_row(n)], _embedding),
@@ -286,13 +243,13 @@ def _columns(columns: int, n: int = N) -> list[LongCase]:
 
 
 CASES: list[LongCase] = [
-    case("sum", "everything", lambda: [alike(N)], _sum),
-    case("mean", "rows", lambda: [alike(2, N)], _mean, axis=1),
+    case("sum", "everything", lambda: [alike(N)], result_of(reduce.sum_)),
+    case("mean", "rows", lambda: [alike(2, N)], result_of(reduce.mean), axis=1),
     case("softmax", "the last axis", lambda: [varied(2, N)], _softmax),
     *(long for columns, n in ((3, N), (19, N), (75, N // 4)) for long in _columns(columns, n)),
     case("add", "a broadcast row", lambda: [alike(2, N), alike(2, 1)], _second_is_broadcast),
     case("index_select", "one place", lambda: [alike(2, 3), 1, _same_row()], _index_select),
-    case("index_add", "one row", lambda: [alike(3, 20), 0, _same_row(), alike(N, 20)], _index_add),
+    case("index_add", "one row", lambda: [alike(3, 20), 0, _same_row(), alike(N, 20)], result_of(indexing.index_add)),
     case("layer_norm", "long rows", lambda: [uneven(2, N), alike(N), alike(N)], _layer_norm, eps=1e-5),
     case("layer_norm", "many rows", lambda: [uneven(N, 5), alike(5), alike(5)], _layer_norm, eps=1e-5),
     case("rms_norm", "long rows", lambda: [alike(2, N), alike(N)], _rms_norm, eps=1e-6),
@@ -314,26 +271,30 @@ CASES: list[LongCase] = [
     case("cross_entropy", "rows", lambda: [varied(N, 3), np.arange(N, dtype=np.int32) % 3], _cross_entropy),
     case("cross_entropy_indices", "rows", lambda: [varied(N, 3), np.arange(N, dtype=np.int32) % 3], _cross_entropy),
     case("cross_entropy", "probabilities", lambda: [varied(2, N), alike(2, N).astype(float)], _cross_entropy),
-    case("hinge_loss", "classes", lambda: [varied(2, N), np.eye(2, N)], _hinge),
-    case("hinge_loss", "rows", lambda: [varied(N, 3), np.eye(3)[np.arange(N) % 3]], _hinge),
+    case("hinge_loss", "classes", lambda: [varied(2, N), np.eye(2, N)], result_of(loss.hinge)),
+    case("hinge_loss", "rows", lambda: [varied(N, 3), np.eye(3)[np.arange(N) % 3]], result_of(loss.hinge)),
     *(
-        case(name, "everything", lambda: [alike(N), varied(N).astype(float)], _elementwise_loss(terms))
+        case(name, "everything", lambda: [alike(N), varied(N).astype(float)], result_of(loss.summed(terms)))
         for name, terms in {
             "mse_loss": lambda x, t: (x - t) ** 2,
             "l1_loss": lambda x, t: np.abs(x - t),
             "l2_loss": lambda x, t: (x - t) ** 2,
-            "smooth_l1_loss": _smooth_l1,
+            "smooth_l1_loss": loss.smooth_l1,
         }.items()
     ),
     case("weighted_smooth_l1_loss", "everything", lambda: [alike(N), varied(N).astype(float), alike(N)],
-         _elementwise_loss(_smooth_l1)),
+         result_of(loss.summed(lambda x, t, w: w * loss.smooth_l1(x, t)))),
     case("pairwise_squared_distances", "dimensions", lambda: [alike(2, N), -alike(2, N)], _pairwise),
     case("pairwise_squared_distances", "rows", lambda: [alike(2, 3), -alike(N, 3)], _pairwise),
-    case("triplet_loss", "dimensions", lambda: [alike(2, N), -alike(2, N), alike(2, N)], _triplet, margin=10.0),
-    case("triplet_loss", "rows", lambda: [alike(N, 2), -alike(N, 2), alike(N, 2)], _triplet, margin=10.0),
-    case("contrastive_loss", "dimensions", lambda: [alike(2, N), -alike(2, N), np.ones(2, np.int32)], _contrastive),
-    case("global_avg_pool2d", "planes", lambda: [alike(2, 3, 1000, 1000)], _global_avg_pool),
-    case("avg_pool2d", "large windows", lambda: [alike(1, 1, 1002, 1002)], _avg_pool, kernel_size=1000, stride=2),
+    case("triplet_loss", "dimensions", lambda: [alike(2, N), -alike(2, N), alike(2, N)],
+         result_of(loss.triplet), margin=10.0),
+    case("triplet_loss", "rows", lambda: [alike(N, 2), -alike(N, 2), alike(N, 2)],
+         result_of(loss.triplet), margin=10.0),
+    case("contrastive_loss", "dimensions", lambda: [alike(2, N), -alike(2, N), np.ones(2, np.int32)],
+         result_of(loss.contrastive)),
+    case("global_avg_pool2d", "planes", lambda: [alike(2, 3, 1000, 1000)], result_of(pool.global_avg_pool2d)),
+    case("avg_pool2d", "large windows", lambda: [alike(1, 1, 1002, 1002)],
+         result_of(pool.avg_pool2d), kernel_size=1000, stride=2),
     case("prelu", "planes", lambda: [-alike(1, 1, 1000, 1000), alike(1)], _prelu),
     case("prelu", "rows", lambda: [-alike(N, 3), alike(3)], _prelu),
     case("prelu", "many planes", lambda: [-alike(N // 4, 2, 2, 2), alike(2)], _prelu),

@@ -17,7 +17,8 @@ from netcl import autograd as ag
 
 from clamp import amp
 from clamp.bridge import Node, Tape, Tensor
-from tests.conformance import long_axes
+from tests.conformance import attention, indexing, long_axes, loss, pool, reduce
+from tests.conformance.long_axes import result_of
 from tests.conformance.table import Array
 from tests.reference import NUMPY, integers, to_device, to_numpy
 
@@ -39,36 +40,6 @@ class Case:
         return f"{self.name}-{'x'.join(map(str, self.shape))}"
 
 
-def _argmax(g: Array, x: Array, axis: int) -> tuple[Array, Any]:
-    return x.argmax(axis), ()
-
-
-def _topk(g: Array, x: Array, k: int) -> tuple[Array, Any]:
-    return -np.sort(-x, axis=-1)[..., :k], ()
-
-
-def _max_pool(g: Array, x: Array, size: int, stride: int) -> tuple[Array, Any]:
-    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))
-    return windows[:, :, ::stride, ::stride].max((-1, -2)), ()
-
-
-def _avg_pool(g: Array, x: Array, size: int, stride: int) -> tuple[Array, Any]:
-    windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))
-    return windows[:, :, ::stride, ::stride].mean((-1, -2)), ()
-
-
-def _attention(g: Array, q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Any]:
-    scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
-    exps = np.exp(scores - scores.max(-1, keepdims=True))
-    return exps / exps.sum(-1, keepdims=True) @ v, ()
-
-
-def _info_nce(g: Array, q: Array, k: Array, temperature: float, normalize: bool) -> tuple[Array, Any]:
-    scores = q @ k.T / temperature
-    top = scores.max(1)
-    return np.atleast_1d((np.log(np.exp(scores - top[:, None]).sum(1)) + top - np.diag(scores)).mean()), ()
-
-
 def _ones(*shape: int) -> Array:
     return np.linspace(0.5, 1.5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
@@ -84,8 +55,8 @@ CASES = [
         case
         for n in (_SHORT, _LONG)
         for case in (
-            Case("sum", long_axes._sum, (3, n), (1,)),
-            Case("mean", long_axes._mean, (3, n), (1,)),
+            Case("sum", result_of(reduce.sum_), (3, n), (1,)),
+            Case("mean", result_of(reduce.mean), (3, n), (1,)),
             Case("softmax", long_axes._softmax, (3, n), slack=3),
             Case("softmax", long_axes._softmax, (n, 19), (0,), slack=3),
             Case("layer_norm", long_axes._layer_norm, (3, n), (_ones(n), _ones(n), 1e-5), slack=20),
@@ -93,20 +64,22 @@ CASES = [
             Case("l2_normalize", long_axes._l2_normalize, (3, n)),
             Case("cross_entropy", long_axes._cross_entropy, (3, n), (_classes(n),), slack=3),
             Case("cross_entropy", long_axes._cross_entropy, (3, n), (np.full((3, n), 1 / n),), slack=3),
-            Case("argmax", _argmax, (3, n), (1,)),
-            Case("argmax", _argmax, (n, 19), (0,)),
-            Case("topk", _topk, (3, n), (3,)),
+            Case("argmax", result_of(indexing.argmax), (3, n), (1,)),
+            Case("argmax", result_of(indexing.argmax), (n, 19), (0,)),
+            Case("topk", result_of(lambda x, k: indexing.topk(x, k)[0]), (3, n), (3,)),
         )
     ),
     Case("batch_norm2d", long_axes._batch_norm, (3, 5, 7, 9), (*_PARAMETERS, None, None), slack=20),
     Case("batch_norm2d", long_axes._batch_norm, (2, 5, 43, 41), (*_PARAMETERS, None, None), slack=20),
     Case("group_norm", long_axes._group_norm, (3, 5, 7, 9), (*_PARAMETERS, 1, 1e-5), slack=20),
     Case("group_norm", long_axes._group_norm, (2, 5, 43, 41), (*_PARAMETERS, 5, 1e-5), slack=20),
-    Case("global_avg_pool2d", long_axes._global_avg_pool, (2, 3, 41, 43)),
-    *(Case(f"{kind}_pool2d", reference, (2, 3, 21, 23), (size, stride))
-      for kind, reference in {"max": _max_pool, "avg": _avg_pool}.items() for size, stride in ((2, 2), (3, 2), (3, 1))),
-    Case("flash_attention", _attention, (1, 2, 67, 5), (_ones(1, 2, 67, 5), _ones(1, 2, 67, 5), False), slack=50),
-    Case("info_nce_loss", _info_nce, (37, 5), (_ones(37, 5), 4.0, False), slack=50),
+    Case("global_avg_pool2d", result_of(pool.global_avg_pool2d), (2, 3, 41, 43)),
+    *(Case(f"{kind}_pool2d", result_of(reference), (2, 3, 21, 23), (size, stride))
+      for kind, reference in {"max": pool.max_pool2d, "avg": pool.avg_pool2d}.items()
+      for size, stride in ((2, 2), (3, 2), (3, 1))),
+    Case("flash_attention", result_of(attention.flash_attention), (1, 2, 67, 5),
+         (_ones(1, 2, 67, 5), _ones(1, 2, 67, 5), False), slack=50),
+    Case("info_nce_loss", result_of(loss.info_nce), (37, 5), (_ones(37, 5), 4.0, False), slack=50),
 ]  # fmt: skip
 
 
