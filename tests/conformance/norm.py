@@ -10,9 +10,9 @@ import numpy as np
 from tests.conformance.table import Array, Case, Input, Normal, Op, Uniform
 
 
-def normalized(x: Array, axis: int | tuple[int, ...], gamma: Array, beta: Array, eps: float) -> Array:
-    """x less its mean over some axes, over its deviation, scaled and shifted."""
-    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps) * gamma + beta
+def normalized(x: Array, axis: int | tuple[int, ...], eps: float) -> Array:
+    """x less its mean over some axes, over its deviation."""
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps)
 
 
 def of_channels(parameter: Array) -> Array:
@@ -27,7 +27,7 @@ def batch_norm2d(
     """netcl's, followed by leaky_relu."""
     gamma, beta = of_channels(gamma), of_channels(beta)
     if training:
-        y = normalized(x, (0, 2, 3), gamma, beta, eps)
+        y = normalized(x, (0, 2, 3), eps) * gamma + beta
     else:
         y = (x - of_channels(running_mean)) / np.sqrt(of_channels(running_var) + eps) * gamma + beta
     return np.where(y > 0, y, negative_slope * y)
@@ -35,13 +35,12 @@ def batch_norm2d(
 
 def layer_norm(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> Array:
     """Over the last axis, or as many as gamma has."""
-    return normalized(x, tuple(range(-gamma.ndim, 0)), gamma, beta, eps)
+    return normalized(x, tuple(range(-gamma.ndim, 0)), eps) * gamma + beta
 
 
 def group_norm(x: Array, gamma: Array, beta: Array, groups: int, eps: float = 1e-5) -> Array:
     """netcl's."""
-    grouped = x.reshape(x.shape[0], groups, -1)
-    y = normalized(grouped, -1, np.ones(1), np.zeros(1), eps).reshape(x.shape)
+    y = normalized(x.reshape(x.shape[0], groups, -1), -1, eps).reshape(x.shape)
     return y * of_channels(gamma) + of_channels(beta)
 
 

@@ -18,6 +18,7 @@ from netcl.optim import SGD
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
+from tests.conformance.numeric import gradient
 from tests.networks import LOSS_FACTOR, scaled_backward
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -117,21 +118,10 @@ def reference(cell: str) -> tuple[np.ndarray, list[np.ndarray]]:
     inputs, masks, weights, target = arrays(cell)
     zero = np.zeros((ROWS, HIDDEN))
 
-    def loss() -> float:
-        return float(((network(NUMPY, cell, inputs, zero, weights, masks) - target) ** 2).sum())
+    def loss() -> np.ndarray:
+        return np.square(network(NUMPY, cell, inputs, zero, weights, masks) - target).sum(keepdims=True)
 
-    gradients = []
-    for weight in weights:
-        gradient = np.empty_like(weight)
-        for index in np.ndindex(weight.shape):
-            kept = weight[index]
-            ends = []
-            for step in (1e-5, -1e-5):
-                weight[index] = kept + step
-                ends.append(loss())
-            weight[index] = kept
-            gradient[index] = (ends[0] - ends[1]) / 2e-5
-        gradients.append(gradient)
+    gradients = [gradient(loss, weight, np.ones(1)).value for weight in weights]
     return network(NUMPY, cell, inputs, zero, weights, masks), gradients
 
 

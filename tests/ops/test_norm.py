@@ -13,7 +13,7 @@ import pytest
 from clamp.opencl.device import capabilities
 from clamp.ops import launch, norm_planes, norm_rows, norm_sets
 from clamp.ops.norm_sets import IDENTITY, RELU, Activation, Sets
-from tests.conformance.norm import of_channels
+from tests.conformance.norm import normalized, of_channels
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 from tests.sweep import sweep
@@ -47,10 +47,6 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, span: int) -> None:
     monkeypatch.setattr(norm_sets, "plan_of", plan_of)
 
 
-def normalize(x: Array, axis: int | tuple[int, ...], eps: float) -> Array:
-    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + eps)
-
-
 def norm_gradient(x: Array, h: Array, axis: int | tuple[int, ...], eps: float, center: bool = True) -> Array:
     """x's gradient, h being that of the normalized values."""
     mean = x.mean(axis, keepdims=True) if center else 0.0
@@ -80,14 +76,10 @@ class Batch:
         return of_channels(to_numpy(self.gamma)), of_channels(to_numpy(self.beta))
 
 
-def activated(y: Array, activation: Activation) -> Array:
+def activated(y: Array, activation: Activation, grad: Array | None = None) -> Array:
+    """The activation of y, or its gradient there."""
     factor = {0: 1.0, 1: 0.0, 2: activation.slope}[activation.kind]
-    return np.where(y > 0, y, factor * y)
-
-
-def masked(grad: Array, y: Array, activation: Activation) -> Array:
-    factor = {0: 1.0, 1: 0.0, 2: activation.slope}[activation.kind]
-    return np.where(y > 0, grad, factor * grad)
+    return np.where(y > 0, 1.0, factor) * (y if grad is None else grad)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +104,7 @@ def test_batch_norm(
         data.x, data.gamma, data.beta, data.running_mean, data.running_var,
         momentum=0.25, eps=1e-3, out_dtype=out, activation=activation,
     )  # fmt: skip
-    pre = normalize(values, axes, 1e-3) * gamma + beta
+    pre = normalized(values, axes, 1e-3) * gamma + beta
     r = 1 / np.sqrt(values.var(axes, keepdims=True) + 1e-3)
     assert_close(mean, values.mean(axes), slack=slack_of(n, values))
     assert_close(var, values.var(axes), slack=slack_of(n, values.var(axes)))
@@ -123,8 +115,8 @@ def test_batch_norm(
     dx, dgamma, dbeta = norm_planes.batch_norm_backward(
         data.x, data.gamma, data.beta, data.grad, mean, var, eps=1e-3, dx_dtype=x, activation=activation
     )
-    g = masked(to_numpy(data.grad), pre, activation)
-    z = normalize(values, axes, 1e-3)
+    g = activated(pre, activation, to_numpy(data.grad))
+    z = normalized(values, axes, 1e-3)
     assert_close(dx, norm_gradient(values, g * gamma, axes, 1e-3), slack=2 * slack_of(n, r * g * gamma * (1 + z * z)))
     assert_close(dgamma, (g * z).sum(axes), slack=slack_of(n, values * r * g) * n)
     assert_close(dbeta, g.sum(axes), slack=slack_of(n, g) * n)
@@ -143,7 +135,7 @@ def test_batch_norm_with_given_statistics(
         data.x, data.gamma, data.beta, *given, eps=1e-3, out_dtype=out, activation=LEAKY
     )
     assert_close(y, activated(z * gamma + beta, LEAKY), slack=slack_of(1, z * gamma, beta))
-    g = masked(to_numpy(data.grad), z * gamma + beta, LEAKY)
+    g = activated(z * gamma + beta, LEAKY, to_numpy(data.grad))
     for parameters in (True, False):
         dx, dgamma, dbeta = norm_planes.batch_norm_backward(
             data.x, data.gamma, data.beta, data.grad, *given,
@@ -177,7 +169,7 @@ def test_small_deviations_around_a_large_mean(
         deviation = np.sqrt(stored.var(axes, keepdims=True))
         rounded = EPS * 1000 / deviation  # the mean's own rounding, in deviations
         assert (np.abs(to_numpy(var) / stored.var(axes) - 1) <= 1e-5 + rounded.reshape(-1) / 4).all()
-        z = normalize(stored, axes, 1e-5)
+        z = normalized(stored, axes, 1e-5)
         assert_close(y, z + 1, slack=4 * rounded + 0.6e-5 * np.abs(z))  # half the variance's error
 
 
@@ -221,7 +213,7 @@ def test_group_norm(
     values, (gamma, beta) = to_numpy(data.x), data.affine()
     n = values[0].size // groups
     y, mean, var = norm_planes.group_norm(data.x, data.gamma, data.beta, groups, eps=1e-3, out_dtype=out)
-    z = normalize(values.reshape(rows), -1, 1e-3).reshape(shape)
+    z = normalized(values.reshape(rows), -1, 1e-3).reshape(shape)
     r = 1 / np.sqrt(values.reshape(rows).var(-1) + 1e-3)
     assert_close(mean, values.reshape(rows).mean(-1), slack=slack_of(n, values))
     assert_close(var, values.reshape(rows).var(-1), slack=slack_of(n, values.reshape(rows).var(-1)))
@@ -254,7 +246,7 @@ def test_norms_of_the_last_axis(
     rows = values.size // n
 
     y, mean, var = norm_rows.layer_norm(tensor, gamma, beta, eps=1e-3, out_dtype=out)
-    z, r = normalize(values, -1, 1e-3), 1 / np.sqrt(values.var(-1, keepdims=True) + 1e-3)
+    z, r = normalized(values, -1, 1e-3), 1 / np.sqrt(values.var(-1, keepdims=True) + 1e-3)
     assert mean.shape == var.shape == (*shape[:-1], 1)
     assert_close(y, z * scale + shift, slack=slack_of(n, values * r * scale, shift))
     dx, dgamma, dbeta = norm_rows.layer_norm_backward(
@@ -291,7 +283,7 @@ def test_rows_of_several_pieces(queue: cl.CommandQueue, n: int) -> None:
     dtypes = {"dx_dtype": "float32", "dgamma_dtype": "float32"}
     y, mean, var = norm_rows.layer_norm(tensor, gamma, beta, eps=1e-3, out_dtype="float32")
     near: Any = {"rtol": 1e-3, "atol": 1e-3}
-    np.testing.assert_allclose(to_numpy(y), normalize(values, -1, 1e-3), **near)
+    np.testing.assert_allclose(to_numpy(y), normalized(values, -1, 1e-3), **near)
     dx, _, _ = norm_rows.layer_norm_backward(
         tensor, gamma, tensor, mean, var, eps=1e-3, dbeta_dtype="float32", **dtypes
     )
