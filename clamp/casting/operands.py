@@ -6,7 +6,7 @@ A function of clamp is written once, against this interface::
     def tanh(casting, x, tape=None):
         (x,) = casting.operands(x)
         out = ops.tanh(x.value, casting.result_dtype(x))
-        return bound(out, {x: lambda grad: ops.tanh_backward(grad, x.value, out_dtype=x.grad_dtype)}, "tanh", tape)
+        return bound(out, {x: lambda grad, dtype: ops.tanh_backward(grad, x.value, out_dtype=dtype)}, "tanh", tape)
 
 and runs under every policy (policies.py): ``Half`` casts the operands, ``Float`` lets the kernel widen them as it
 loads, ``Promote`` and ``Match`` read them as they are.
@@ -70,11 +70,6 @@ class Operand:
     def needs_grad(self) -> bool:
         """Returns whether backward must compute a gradient for the parent."""
         return bridge.needs_grad(self.parent)
-
-    @property
-    def wanted_dtype(self) -> str | None:
-        """``grad_dtype``, or None if no gradient is wanted: for ops that compute several gradients together."""
-        return self.grad_dtype if self.needs_grad else None
 
     @property
     def dtype(self) -> str:
@@ -245,12 +240,13 @@ def cast_node(
         report(value.dtype, dtype)
         out = cast(value, dtype)
     operand = Operand(x, value)
-    return bound(out, {operand: lambda grad: cast(grad, operand.grad_dtype)}, "cast", moves=True)
+    return bound(out, {operand: lambda grad, dtype: cast(grad, dtype)}, "cast", moves=True)
 
 
 #: Operand, or several whose gradients are computed together -> function that takes the gradient of the result, in the
-#: result's dtype, and returns the operand's in its ``grad_dtype``, or one for each of several. None: never a gradient.
-Gradients: TypeAlias = dict[Operand | tuple[Operand, ...], Callable[[Tensor], Any] | None]
+#: result's dtype, and the ``grad_dtype`` of each operand (None, if it wants no gradient), and returns the operand's in
+#: that, or one for each of several. None: never a gradient.
+Gradients: TypeAlias = dict[Operand | tuple[Operand, ...], Callable[..., Any] | None]
 
 
 def bound(
@@ -321,14 +317,12 @@ def _found(gradients: Gradients, wanted: list[Operand], grad: Tensor) -> dict[Op
     """The gradients that are wanted, by their operands."""
     found: dict[Operand, Tensor | None] = {}
     for key, gradient in gradients.items():
-        if gradient is None:
-            continue
-        if not isinstance(key, tuple):
-            if key in wanted:
-                found[key] = gradient(grad)
-        elif any(operand in wanted for operand in key):
-            together = zip(key, gradient(grad), strict=True)
-            found.update((operand, result) for operand, result in together if operand in wanted)
+        together = key if isinstance(key, tuple) else (key,)
+        dtypes = [operand.grad_dtype if operand in wanted else None for operand in together]
+        if gradient is not None and any(dtypes):
+            made = gradient(grad, *dtypes)
+            results = made if isinstance(key, tuple) else (made,)
+            found.update((x, result) for x, result in zip(together, results, strict=True) if x in wanted)
     return found
 
 

@@ -119,7 +119,7 @@ def dropout(casting: Casting, x: TensorLike, p: float = 0.5, seed: int | None = 
         return ops.dropout(values, p, key, dtype)
 
     out = dropped(operand.value, casting.result_dtype(operand))
-    gradients: Gradients = {operand: lambda grad: dropped(grad, operand.grad_dtype)}
+    gradients: Gradients = {operand: lambda grad, dtype: dropped(grad, dtype)}
     return bound(out, gradients, "dropout", tape, unread=(operand,))
 
 
@@ -165,13 +165,12 @@ def prelu(casting: Casting, x: Any, alpha: Any, tape: Tape | None = None) -> Any
         raise TypeError(f"prelu: alpha is {alpha!r}; pass a node or a tensor of slopes, or call leaky_relu")
     operand, slope = operands = _prelu_operands(casting, x, alpha)
     out = prelu_ops.prelu(operand.value, slope.value, out_dtype=casting.result_dtype(operand))
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return prelu_ops.prelu_backward(
-            grad, operand.value, slope.value, dx_dtype=operand.wanted_dtype, slope_dtype=slope.wanted_dtype
+    gradients: Gradients = {
+        operands: lambda grad, dx_dtype, slope_dtype: prelu_ops.prelu_backward(
+            grad, operand.value, slope.value, dx_dtype=dx_dtype, slope_dtype=slope_dtype
         )
-
-    return bound(out, {operands: backward}, "prelu", tape)
+    }
+    return bound(out, gradients, "prelu", tape)
 
 
 @implements("netcl.ops.elementwise.prelu_backward", uses=(prelu_ops,))

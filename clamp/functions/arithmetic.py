@@ -54,9 +54,9 @@ def apply_unary(
     del value  # as below
     saved = out if from_out else None  # nothing else of the two is held
 
-    def gradient(grad: Tensor) -> Tensor:
+    def gradient(grad: Tensor, dtype: str) -> Tensor:
         read = operand.value if saved is None else saved
-        return elementwise(grad_op, operand.grad_dtype, grad, read, parameters=parameters)
+        return elementwise(grad_op, dtype, grad, read, parameters=parameters)
 
     return bound(out, {operand: gradient}, op, tape, unread=(operand,) if from_out else ())
 
@@ -100,17 +100,19 @@ def gradients_by(xs: Sequence[Operand | float], rules: Sequence[Gradient], input
     }
 
 
-def _gradient_of(operand: Operand, rule: Gradient, inputs: Sequence[Operand | float], grad: Tensor) -> Tensor:
-    """The gradient of one operand, in its shape and dtype."""
+def _gradient_of(
+    operand: Operand, rule: Gradient, inputs: Sequence[Operand | float], grad: Tensor, dtype: str
+) -> Tensor:
+    """The gradient of one operand, in its shape."""
     op, *names = rule
     if op == "copy":
-        return sum_to_shape(grad, operand.shape, operand.grad_dtype)
+        return sum_to_shape(grad, operand.shape, dtype)
     arguments = [grad if name == "g" else inputs[int(name)] for name in names]
     tensors = _values(arguments)
     if operand.shape == grad.shape:
-        return elementwise(str(op), operand.grad_dtype, *tensors)
+        return elementwise(str(op), dtype, *tensors)
     # The terms of the sum are kept in float32: in half they could overflow, or lose the bits the sum would keep.
-    return sum_to_shape(elementwise(str(op), "float32", *tensors), operand.shape, operand.grad_dtype)
+    return sum_to_shape(elementwise(str(op), "float32", *tensors), operand.shape, dtype)
 
 
 #: netcl's name -> the gradients of its two operands. At a tie that of maximum and minimum is the first one's, or the
@@ -230,7 +232,7 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     operand, where = _masked_operands(casting, x, mask)
     fill = number("masked_fill", "fill", fill)
     out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
-    gradients: Gradients = {operand: lambda grad: masked_fill_backward(grad, where, out_dtype=operand.grad_dtype)}
+    gradients: Gradients = {operand: lambda grad, dtype: masked_fill_backward(grad, where, out_dtype=dtype)}
     return bound(out, gradients, "masked_fill", tape, unread=(operand,))
 
 

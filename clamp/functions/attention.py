@@ -38,10 +38,8 @@ def flash_attention(
         ("attention", qo.shape, ko.shape, vo.shape, causal, scale, dtype), operands,
     )  # fmt: skip
 
-    def backward(grad: Tensor) -> ops.Gradients:
-        return _gradients(qo, ko, vo, lse, grad, causal, scale)
-
-    return bound(out, {operands: backward}, "flash_attention", tape), lse
+    gradients: Gradients = {operands: lambda grad, *_: _gradients(qo, ko, vo, lse, grad, causal, scale)}
+    return bound(out, gradients, "flash_attention", tape), lse
 
 
 def _gradients(
@@ -106,6 +104,6 @@ def rope(
     dtype, base = casting.result_dtype(operand), number("rope", "base", base)
     out = rotate(operand.value, places, base, inverse=bool(inverse), out_dtype=dtype)
     gradients: Gradients = {
-        operand: lambda grad: rotate(grad, places, base, inverse=not inverse, out_dtype=operand.grad_dtype)
+        operand: lambda grad, dtype: rotate(grad, places, base, inverse=not inverse, out_dtype=dtype)
     }
     return bound(out, gradients, "rope", tape, unread=(operand,))

@@ -92,8 +92,8 @@ def conv_transpose2d(
     )  # fmt: skip
 
     gradients: Gradients = {
-        xo: lambda grad: ops.conv2d(grad, _weights(wo, window, transposed=False), window, out_dtype=xo.grad_dtype),
-        wo: lambda grad: ops.conv2d_weight_grad(grad, xo.value, extent, window, out_dtype=wo.grad_dtype),
+        xo: lambda grad, dtype: ops.conv2d(grad, _weights(wo, window, transposed=False), window, out_dtype=dtype),
+        wo: lambda grad, dtype: ops.conv2d_weight_grad(grad, xo.value, extent, window, out_dtype=dtype),
     }
     if bo is not None:
         gradients[bo] = partial(bias_gradient, bo)
@@ -120,13 +120,13 @@ def _convolve(
         out_dtype=casting.result_dtype(xo, wo), bias=None if bo is None else bo.value, relu=relu,
     )  # fmt: skip
 
-    def input_gradient(grad: Tensor) -> Tensor:
+    def input_gradient(grad: Tensor, dtype: str) -> Tensor:
         packed = _weights(wo, window, transposed=True)
-        return ops.conv2d_input_grad(grad, packed, image, window, out_dtype=xo.grad_dtype)
+        return ops.conv2d_input_grad(grad, packed, image, window, out_dtype=dtype)
 
-    def parameter_gradients(grad: Tensor) -> tuple[Tensor | None, ...]:
+    def parameter_gradients(grad: Tensor, *_: str | None) -> tuple[Tensor | None, ...]:
         if bo is not None and not wo.needs_grad:
-            return None, bias_gradient(bo, grad)
+            return None, bias_gradient(bo, grad, bo.grad_dtype)
         gw, gb = _parameter_grads(xo.value, grad, wo, bo if bo is not None and bo.needs_grad else None, window)
         return (gw,) if bo is None else (gw, gb)
 
@@ -155,9 +155,9 @@ def _parameter_grads(
     return gw, bridge.view(gb, bias.shape)
 
 
-def bias_gradient(bias: Operand, grad: Tensor) -> Tensor:
-    """The sum over everything but channels, in the bias's shape and dtype."""
-    return bridge.view(sum_channels(grad, bias.grad_dtype), bias.shape)
+def bias_gradient(bias: Operand, grad: Tensor, dtype: str) -> Tensor:
+    """The sum over everything but channels, in the bias's shape."""
+    return bridge.view(sum_channels(grad, dtype), bias.shape)
 
 
 def _window(name: str, stride: Number, pad: Number, dilation: Number, groups: int) -> Window:
@@ -205,12 +205,11 @@ def depthwise_conv2d(
     offset = None if bo is None else bo.value
     bridge.require_same_queue("depthwise_conv2d", xo.value, wo.value, *([] if offset is None else [offset]))
     out = depthwise.depthwise_conv2d(xo.value, wo.value, offset, stride, pad, out_dtype=dtype)
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        dtypes = xo.wanted_dtype, wo.wanted_dtype
-        return depthwise.gradients(xo.value, wo.value, grad, stride, pad, dx_dtype=dtypes[0], dw_dtype=dtypes[1])
-
-    gradients: Gradients = {(xo, wo): backward}
+    gradients: Gradients = {
+        (xo, wo): lambda grad, dx_dtype, dw_dtype: depthwise.gradients(
+            xo.value, wo.value, grad, stride, pad, dx_dtype=dx_dtype, dw_dtype=dw_dtype
+        )
+    }
     if bo is not None:
         gradients[bo] = partial(bias_gradient, bo)
     return bound(out, gradients, "depthwise_conv2d", tape)
@@ -258,4 +257,4 @@ def depthwise_conv2d_backward(
     gx, gw = depthwise.gradients(
         xo.value, wo.value, grad.value, stride, pad, dx_dtype=xo.grad_dtype, dw_dtype=wo.grad_dtype
     )
-    return gx, gw, None if bo is None else bias_gradient(bo, grad.value)
+    return gx, gw, None if bo is None else bias_gradient(bo, grad.value, bo.grad_dtype)

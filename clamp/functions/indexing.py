@@ -95,7 +95,7 @@ def _select(
     if out is not None:
         return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
     selected = ops.index_select(operand.value, axis, at, out_dtype=dtype)
-    gradients: Gradients = {operand: lambda grad: _selected_gradient(grad, operand.shape, axis, at, operand.grad_dtype)}
+    gradients: Gradients = {operand: lambda grad, dtype: _selected_gradient(grad, operand.shape, axis, at, dtype)}
     return bound(selected, gradients, name, tape, unread=(operand,))
 
 
@@ -157,8 +157,8 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
     ops.index_add(source.value, to.shape, axis, at, out, to.value)
 
     gradients: Gradients = {
-        to: lambda grad: cast(grad, to.grad_dtype),
-        source: lambda grad: ops.index_select(grad, axis, at, out_dtype=source.grad_dtype, missing=0.0),
+        to: lambda grad, dtype: cast(grad, dtype),
+        source: lambda grad, dtype: ops.index_select(grad, axis, at, out_dtype=dtype, missing=0.0),
     }
     return bound(out, gradients, "index_add", tape, unread=(to, source))
 

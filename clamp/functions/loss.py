@@ -92,12 +92,12 @@ def _of_elements(
     gradients: Gradients = {}
     for receiver, slope in zip(operands, _SLOPES[kind], strict=True):
         read, of = ((t, x, *weights), kind) if slope == _SWAPPED else (operands, slope)
-        gradients[receiver] = None if of is None else partial(_slope, of, read, receiver, constants)
+        gradients[receiver] = None if of is None else partial(_slope, of, read, constants)
     return bound(loss, gradients, name, tape)
 
 
-def _slope(kind: str, read: Sequence[Operand], receiver: Operand, constants: Sequence[float], grad: Tensor) -> Tensor:
-    return loss_gradient(kind, [operand.value for operand in read], grad, receiver.grad_dtype, constants)
+def _slope(kind: str, read: Sequence[Operand], constants: Sequence[float], grad: Tensor, dtype: str) -> Tensor:
+    return loss_gradient(kind, [operand.value for operand in read], grad, dtype, constants)
 
 
 def _sum_of_pairs(kind: str, name: str, *more: str) -> Function:
@@ -270,7 +270,7 @@ def cross_entropy(casting: Casting, logits: Any, targets: Any, tape: Tape | None
     require_same_shape("cross_entropy", "logits", x, "targets", t, f"pass targets of that shape, or {rows} labels")
     forward = ops.probability_loss(x.value, t.value)
     gradients: Gradients = {
-        x: lambda grad: ops.probability_gradient(x.value, t.value, forward, grad, x.grad_dtype),
+        x: lambda grad, dtype: ops.probability_gradient(x.value, t.value, forward, grad, dtype),
         t: None,
     }
     return bound(forward.loss, gradients, "cross_entropy", tape)
@@ -308,7 +308,7 @@ def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_i
             f"pass {rows} labels, one for each row"
         )
     forward = ops.label_loss(x.value, labels, ignore_index)
-    gradients: Gradients = {x: lambda grad: ops.label_gradient(x.value, labels, forward, grad, x.grad_dtype)}
+    gradients: Gradients = {x: lambda grad, dtype: ops.label_gradient(x.value, labels, forward, grad, dtype)}
     return bound(forward.loss, gradients, name, tape)
 
 
@@ -358,7 +358,7 @@ def hinge_loss(casting: Casting, logits: Any, targets: Any, margin: float = 1.0,
     require_same_shape("hinge_loss", "logits", x, "targets", t, "pass one-hot targets of the logits' shape")
     margin = number("hinge_loss", "margin", margin)
     forward = ops.hinge_loss(x.value, t.value, margin)
-    gradients: Gradients = {x: lambda grad: ops.hinge_gradient(x.value, forward, grad, margin, x.grad_dtype), t: None}
+    gradients: Gradients = {x: lambda grad, dtype: ops.hinge_gradient(x.value, forward, grad, margin, dtype), t: None}
     return bound(forward.loss, gradients, "hinge_loss", tape)
 
 

@@ -7,6 +7,7 @@ from the fp32 accumulators.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -68,7 +69,7 @@ def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape 
     else:
         out = _forward(x, w, out_dtype=dtype)
 
-    gradients: Gradients = {x: lambda grad: _grad_of_left(grad, x, w), w: lambda grad: _grad_of_right(grad, x, w)}
+    gradients: Gradients = {x: partial(_grad_of_left, x, w), w: partial(_grad_of_right, x, False)}
     return bound(out, gradients, op_name, tape)
 
 
@@ -91,15 +92,15 @@ def _forward(x: Operand, w: Operand, is_flat: bool = False, **epilogue: Any) -> 
     return _times(_flat(x.value) if is_flat else x.value, w, **epilogue)
 
 
-def _grad_of_right(grad: Tensor, x: Operand, w: Operand, is_flat: bool = False) -> Tensor:
-    """The gradient of w; as it does in the forward, a small product rounds x as it reads it."""
+def _grad_of_right(x: Operand, is_flat: bool, grad: Tensor, dtype: str) -> Tensor:
+    """The gradient of w in x @ w; as it does in the forward, a small product rounds x as it reads it."""
     a, reads = _flat(x.source) if is_flat else x.source, None
     if a.dtype != x.dtype:
         if grad.dtype == x.dtype and rounds_as_it_reads(a, grad, x.dtype, transpose_a=True):
             reads = x.dtype
         else:
             a = _flat(x.value) if is_flat else x.value
-    return gemm(a, grad, transpose_a=True, out_dtype=w.grad_dtype, reads=reads)
+    return gemm(a, grad, transpose_a=True, out_dtype=dtype, reads=reads)
 
 
 def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -> Tensor:
@@ -114,15 +115,15 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
     return gemm(a, packed, **epilogue)
 
 
-def _grad_of_left(grad: Tensor, x: Operand, w: Operand) -> Tensor:
+def _grad_of_left(x: Operand, w: Operand, grad: Tensor, dtype: str) -> Tensor:
     if len(x.shape) == len(w.shape):
-        return _times(grad, w, transpose=True, out_dtype=x.grad_dtype)
+        return _times(grad, w, transpose=True, out_dtype=dtype)
     # One x for a batch of w: the sum over the batch is part of the contraction, (M, B N) @ (B N, K).
     batch, k, n = w.shape
     m = x.shape[0]
     wide_grad = bridge.view(permute(grad, (1, 0, 2)), (m, batch * n))
     wide_w = bridge.view(permute(w.value, (1, 0, 2)), (k, batch * n))
-    return gemm(wide_grad, wide_w, transpose_b=True, out_dtype=x.grad_dtype)
+    return gemm(wide_grad, wide_w, transpose_b=True, out_dtype=dtype)
 
 
 def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
@@ -133,8 +134,8 @@ def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | No
     )
 
     gradients: Gradients = {
-        x: lambda grad: bridge.view(_times(grad, w, transpose=True, out_dtype=x.grad_dtype), x.shape),
-        w: lambda grad: _grad_of_right(grad, x, w, is_flat=True),
+        x: lambda grad, dtype: bridge.view(_times(grad, w, transpose=True, out_dtype=dtype), x.shape),
+        w: partial(_grad_of_right, x, True),
     }
     return bound(out, gradients, "matmul", tape, first=_flat)
 
@@ -163,9 +164,9 @@ def linear_relu(
     out = _forward(xo, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 
     gradients: Gradients = {
-        xo: lambda grad: _times(grad, wo, transpose=True, out_dtype=xo.grad_dtype),
-        wo: lambda grad: _grad_of_right(grad, xo, wo),
+        xo: lambda grad, dtype: _times(grad, wo, transpose=True, out_dtype=dtype),
+        wo: partial(_grad_of_right, xo, False),
     }
     if bo is not None:
-        gradients[bo] = lambda grad: sum_to_shape(grad, bo.shape, bo.grad_dtype)
+        gradients[bo] = lambda grad, dtype: sum_to_shape(grad, bo.shape, dtype)
     return bound(out, gradients, "linear_relu", tape, first=lambda grad: elementwise("relu_grad", out.dtype, grad, out))

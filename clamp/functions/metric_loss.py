@@ -77,10 +77,10 @@ def pairwise_squared_distances(casting: Casting, X: Any, Y: Any = None, tape: Ta
         raise ValueError(f"{name}: X has shape {x.shape}, Y has shape {y.shape}, and they must be (N, D) and (M, D)")
     out = distances.all_pairs(x.value, y.value, out_dtype=casting.result_dtype(*operands))
     gradients: Gradients = {
-        x: lambda grad: distances.gather(x.value, y.value, grad, x.grad_dtype, scale=2.0, symmetric=Y is None)
+        x: lambda grad, dtype: distances.gather(x.value, y.value, grad, dtype, scale=2.0, symmetric=Y is None)
     }
     if Y is not None:
-        gradients[y] = lambda grad: distances.gather(y.value, x.value, grad, y.grad_dtype, scale=2.0, transpose=True)
+        gradients[y] = lambda grad, dtype: distances.gather(y.value, x.value, grad, dtype, scale=2.0, transpose=True)
     return bound(out, gradients, name, tape)
 
 
@@ -142,10 +142,10 @@ def contrastive_loss(
 
 
 def _partner_gradient(
-    own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.MetricLoss, grad: Tensor
+    own: Operand, partners: tuple[Operand, ...], first: int, forward: distances.MetricLoss, grad: Tensor, dtype: str
 ) -> Tensor:
     values = tuple(partner.value for partner in partners)
-    return distances.partner_gradient(own.value, values, first, forward, grad, own.grad_dtype)
+    return distances.partner_gradient(own.value, values, first, forward, grad, dtype)
 
 
 def _mined(name: str, mine: Callable[..., Any]) -> Function:
@@ -161,11 +161,8 @@ def _mined(name: str, mine: Callable[..., Any]) -> Function:
         on_device = _labels(name, labels, x.value, as_classes=True)
         margin = number(name, "margin", margin)
         forward = mine(x.value, on_device, margin, distance == "euclidean", reduction == "mean")
-
-        def gradient(grad: Tensor) -> Tensor:
-            return distances.triplet_gradient(x.value, forward, grad, x.grad_dtype)
-
-        return bound(forward.loss, {x: gradient}, name, tape)
+        gradients: Gradients = {x: lambda grad, dtype: distances.triplet_gradient(x.value, forward, grad, dtype)}
+        return bound(forward.loss, gradients, name, tape)
 
     return function
 
@@ -207,8 +204,5 @@ def info_nce_loss(
         q.value, k.value,
         temperature=temperature, normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
     )  # fmt: skip
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        return info_nce.info_nce_gradients(forward, grad, q.wanted_dtype, k.wanted_dtype)
-
-    return bound(forward.loss, {(q, k): backward}, "info_nce_loss", tape)
+    gradients: Gradients = {(q, k): partial(info_nce.info_nce_gradients, forward)}
+    return bound(forward.loss, gradients, "info_nce_loss", tape)

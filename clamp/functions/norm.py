@@ -108,10 +108,10 @@ def _normalized_batch(
         xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
     )  # fmt: skip
 
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, dx_dtype: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         return planes_ops.batch_norm_backward(
-            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=xo.wanted_dtype, training=training,
-            parameters=go.needs_grad or bo.needs_grad, activation=activation,
+            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=dx_dtype, training=training,
+            parameters=any(dtypes), activation=activation,
         )  # fmt: skip
 
     return bound(out, {(xo, go, bo): backward}, name, tape), mean, var
@@ -205,10 +205,10 @@ def group_norm(
     dtype = casting.result_dtype(xo)
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, _: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = planes_ops.group_norm_backward(
             xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
+            dgamma_dtype=dtypes[0], dbeta_dtype=dtypes[1],
         )  # fmt: skip
         return dx, _like(dgamma, go), _like(dbeta, bo)
 
@@ -258,10 +258,10 @@ def layer_norm(
         bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
     )
 
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, _: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = rows_ops.layer_norm_backward(
             bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=go.wanted_dtype, dbeta_dtype=bo.wanted_dtype,
+            dgamma_dtype=dtypes[0], dbeta_dtype=dtypes[1],
         )  # fmt: skip
         return bridge.view(dx, shape), _like(dgamma, go), _like(dbeta, bo)
 
@@ -321,9 +321,9 @@ def rms_norm(
     eps, dtype = number("rms_norm", "eps", eps), casting.result_dtype(xo)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=eps, out_dtype=dtype)
 
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(grad: Tensor, _: str | None, dtype: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma = rows_ops.rms_norm_backward(
-            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.wanted_dtype
+            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=dtype
         )
         return dx, _like(dgamma, go)
 
@@ -358,9 +358,9 @@ def l2_normalize(casting: Casting, X: TensorLike, dim: int = -1, eps: float = 1e
 
     out, norm = rows_ops.l2_normalize(swapped(xo.value), eps=eps, out_dtype=casting.result_dtype(xo))
 
-    def gradient(grad: Tensor) -> Tensor:
+    def gradient(grad: Tensor, dtype: str) -> Tensor:
         x, grad = swapped(xo.value), swapped(grad)
-        return swapped(rows_ops.l2_normalize_backward(x, grad, norm, eps=eps, dx_dtype=xo.grad_dtype))
+        return swapped(rows_ops.l2_normalize_backward(x, grad, norm, eps=eps, dx_dtype=dtype))
 
     return bound(swapped(out), {xo: gradient}, "l2_normalize", tape)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clamp.bridge import Tape, Tensor
+from clamp.bridge import Tape
 from clamp.casting.operands import Casting, Gradients, bound, float_operands
 from clamp.casting.registry import Function, implements
 from clamp.ops import reduce as ops
@@ -25,11 +25,10 @@ def _reduction(name: str) -> Function:
         axis = None if axis is None else axis_of(name, axis, len(shape))
         divisor = float(around_axis(shape, axis)[1]) if name == "mean" else 1.0
         out = ops.reduce_sum(operand.value, axis, keepdims, out_dtype=casting.result_dtype(operand), divisor=divisor)
-
-        def gradient(grad: Tensor) -> Tensor:
-            return ops.expand(grad, shape, axis, out_dtype=operand.grad_dtype, divisor=divisor)
-
-        return bound(out, {operand: gradient}, name, tape, unread=(operand,))
+        gradients: Gradients = {
+            operand: lambda grad, dtype: ops.expand(grad, shape, axis, out_dtype=dtype, divisor=divisor)
+        }
+        return bound(out, gradients, name, tape, unread=(operand,))
 
     return function
 
@@ -47,9 +46,7 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
-    gradients: Gradients = {
-        operand: lambda grad: softmax_ops.softmax_backward(out, grad, axis, out_dtype=operand.grad_dtype)
-    }
+    gradients: Gradients = {operand: lambda grad, dtype: softmax_ops.softmax_backward(out, grad, axis, out_dtype=dtype)}
     return bound(out, gradients, "softmax", tape, unread=(operand,))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ def view(casting: Casting, x: Any, shape: Sequence[int], op_name: str, tape: Tap
     (operand,) = casting.operands(x)
     before, value = operand.shape, operand.value
     out = computed(lambda: bridge.view(value, shape), value, shape, value.dtype)
-    gradients: Gradients = {operand: lambda grad: bridge.view(cast(grad, operand.grad_dtype), before)}
+    gradients: Gradients = {operand: lambda grad, dtype: bridge.view(cast(grad, dtype), before)}
     return bound(out, gradients, op_name, tape, moves=True)
 
 
@@ -108,9 +109,8 @@ def permute(casting: Casting, x: Any, dims: Sequence[int], tape: Tape | None = N
     dims = _whole_numbers("permute", "dims", dims)
     out = ops.permute(operand.value, dims)
     inverse = sorted(range(len(dims)), key=lambda axis: dims[axis])
-    return bound(
-        out, {operand: lambda grad: ops.permute(cast(grad, operand.grad_dtype), inverse)}, "permute", tape, moves=True
-    )
+    gradients: Gradients = {operand: lambda grad, dtype: ops.permute(cast(grad, dtype), inverse)}
+    return bound(out, gradients, "permute", tape, moves=True)
 
 
 # ------------------------------------------------------------------------------------------ joining
@@ -183,11 +183,12 @@ def _joined(
     stretches = stretches_of([shape[axis] for shape in shapes])
     del views
 
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        wanted = [(operand, at) for operand, at in zip(operands, stretches, strict=True) if operand.needs_grad]
-        dtypes = [operand.grad_dtype for operand, _ in wanted]
-        pieces = iter(concat.split(grad, axis, [at for _, at in wanted], out_dtypes=dtypes))
-        return [bridge.view(next(pieces), operand.shape) if operand.needs_grad else None for operand in operands]
+    def backward(grad: Tensor, *dtypes: str | None) -> list[Tensor | None]:
+        wanted = list(filter(None, dtypes))
+        pieces = iter(concat.split(grad, axis, list(compress(stretches, dtypes)), out_dtypes=wanted))
+        return [
+            bridge.view(next(pieces), x.shape) if dtype else None for x, dtype in zip(operands, dtypes, strict=True)
+        ]
 
     return bound(joined, {operands: backward}, name, tape, moves=True)
 

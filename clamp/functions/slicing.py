@@ -128,9 +128,9 @@ def _sliced(
         slices, node = _Slices.of(operand)
         parent = Operand(node, operand.value)
 
-    def gradient(start: int, length: int, grad: Tensor) -> Tensor | None:
+    def gradient(start: int, length: int, grad: Tensor, dtype: str) -> Tensor | None:
         if slices is None:  # there is nothing to cut
-            return bridge.empty(grad.queue, parent.shape, parent.grad_dtype)
+            return bridge.empty(grad.queue, parent.shape, dtype)
         return slices.take(rows, Part(start, length, bridge.view(grad, (rows, length))))
 
     operand.forward_done()

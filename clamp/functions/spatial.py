@@ -50,11 +50,12 @@ def max_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
         out: Tensor = bridge.Late(pooled, operand.value, (*operand.shape[:-2], *sides), dtype)
     else:
         out = pooled()
-
-    def gradient(grad: Tensor) -> Tensor:
-        return pool_ops.max_pool2d_backward(operand.value, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "max_pool2d", tape)
+    gradients: Gradients = {
+        operand: lambda grad, dtype: pool_ops.max_pool2d_backward(
+            operand.value, grad, kernel_size, stride, out_dtype=dtype
+        )
+    }
+    return bound(out, gradients, "max_pool2d", tape)
 
 
 @implements("netcl.autograd.avg_pool2d", "netcl.nn.pooling.avg_pool2d", uses=(pool_ops,))
@@ -67,11 +68,10 @@ def avg_pool2d(casting: Casting, x: Any, kernel_size: int = 2, stride: int = 2, 
     (operand,) = float_operands(casting, x)
     shape = operand.shape
     out = pool_ops.avg_pool2d(operand.value, kernel_size, stride, out_dtype=casting.result_dtype(operand))
-
-    def gradient(grad: Tensor) -> Tensor:
-        return pool_ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "avg_pool2d", tape, unread=(operand,))
+    gradients: Gradients = {
+        operand: lambda grad, dtype: pool_ops.avg_pool2d_backward(shape, grad, kernel_size, stride, out_dtype=dtype)
+    }
+    return bound(out, gradients, "avg_pool2d", tape, unread=(operand,))
 
 
 @implements("netcl.autograd.global_avg_pool2d", "netcl.nn.pooling.global_avg_pool2d", uses=(reduce_sum,))
@@ -85,7 +85,7 @@ def global_avg_pool2d(casting: Casting, x: Any, tape: Tape | None = None) -> Any
     shape = operand.shape
     out = pool_ops.global_avg_pool2d(operand.value, out_dtype=casting.result_dtype(operand))
     gradients: Gradients = {
-        operand: lambda grad: pool_ops.global_avg_pool2d_backward(shape, grad, out_dtype=operand.grad_dtype)
+        operand: lambda grad, dtype: pool_ops.global_avg_pool2d_backward(shape, grad, out_dtype=dtype)
     }
     return bound(out, gradients, "global_avg_pool2d", tape, unread=(operand,))
 
@@ -138,10 +138,8 @@ def pad2d(casting: Casting, x: Any, pad: int = 1, mode: str = "zero", tape: Tape
     else:
         out = pad_ops.pad2d(operand.value, pad, mode, out_dtype=dtype)
 
-    def gradient(grad: Tensor) -> Tensor:
-        if pad == 0:
-            return cast(grad, operand.grad_dtype)
-        return pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=operand.grad_dtype)
+    def gradient(grad: Tensor, dtype: str) -> Tensor:
+        return cast(grad, dtype) if pad == 0 else pad_ops.pad2d_backward(grad, shape, pad, mode, out_dtype=dtype)
 
     return bound(out, {operand: gradient}, "pad2d", tape, unread=(operand,))
 
@@ -226,11 +224,10 @@ def upsample(
     shape = operand.shape
     dtype = casting.result_dtype(operand)
     out = upsample_ops.upsample(operand.value, resolved, mode, align_corners, out_dtype=dtype)
-
-    def gradient(grad: Tensor) -> Tensor:
-        return upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=operand.grad_dtype)
-
-    return bound(out, {operand: gradient}, "upsample", tape, unread=(operand,))
+    gradients: Gradients = {
+        operand: lambda grad, dtype: upsample_ops.upsample_backward(grad, shape, mode, align_corners, out_dtype=dtype)
+    }
+    return bound(out, gradients, "upsample", tape, unread=(operand,))
 
 
 # -------------------------------------------------------------------------------------------- grids
@@ -262,18 +259,16 @@ def grid_sample(
     image, places = _operands(casting, x, grid)
     dtype = casting.result_dtype(image)
     out = grid_ops.grid_sample(image.value, places.value, padding_mode, align_corners, out_dtype=dtype)
-
-    def image_gradient(grad: Tensor) -> Tensor:
-        return grid_ops.grid_sample_backward_input(
-            grad, places.value, image.shape, padding_mode, align_corners, out_dtype=image.grad_dtype
-        )
-
-    def grid_gradient(grad: Tensor) -> Tensor:
-        return grid_ops.grid_sample_backward_grid(
-            grad, image.value, places.value, padding_mode, align_corners, out_dtype=places.grad_dtype
-        )
-
-    return bound(out, {image: image_gradient, places: grid_gradient}, "grid_sample", tape)
+    modes = (padding_mode, align_corners)
+    gradients: Gradients = {
+        image: lambda grad, dtype: grid_ops.grid_sample_backward_input(
+            grad, places.value, image.shape, *modes, out_dtype=dtype
+        ),
+        places: lambda grad, dtype: grid_ops.grid_sample_backward_grid(
+            grad, image.value, places.value, *modes, out_dtype=dtype
+        ),
+    }
+    return bound(out, gradients, "grid_sample", tape)
 
 
 @implements("netcl.autograd.affine_grid", "netcl.ops.grid_sample.affine_grid", uses=(grid_ops,))
@@ -295,7 +290,7 @@ def affine_grid(
     dtype = casting.result_dtype(operand)
     out = grid_ops.affine_grid(operand.value, size, align_corners, out_dtype=dtype)
     gradients: Gradients = {
-        operand: lambda grad: grid_ops.affine_grid_backward(grad, align_corners, out_dtype=operand.grad_dtype)
+        operand: lambda grad, dtype: grid_ops.affine_grid_backward(grad, align_corners, out_dtype=dtype)
     }
     return bound(out, gradients, "affine_grid", tape)
 
@@ -325,9 +320,7 @@ def rotate_2d_grid(
         host, queue = np.asarray(angles_rad, np.float32).reshape(-1), operand.value.queue
         angles_rad = Tensor.from_host(queue, host) if host.size else bridge.empty(queue, (0,), "float32")
     (angles,) = floats_as_is(angles_rad)
-    gradients: Gradients = {
-        angles: lambda grad: grid_ops.rotation_backward(grad, angles.value, out_dtype=angles.grad_dtype)
-    }
+    gradients: Gradients = {angles: lambda grad, dtype: grid_ops.rotation_backward(grad, angles.value, out_dtype=dtype)}
     theta = bound(grid_ops.rotation(angles.value, operand.shape[0]), gradients, "rotation", tape)
     grid = affine_grid(Float(), theta, operand.shape, align_corners, tape)
     return grid_sample(casting, x, grid, mode, padding_mode, align_corners, tape)

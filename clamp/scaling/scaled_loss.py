@@ -75,7 +75,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
         require_graph(loss)
     operand = Operand(loss, loss.value)
 
-    def gradient(grad: Tensor) -> Tensor:
+    def gradient(grad: Tensor, dtype: str) -> Tensor:  # noqa: ARG001  (it is float32)
         on_run()
         scale = delivery.running.scale or scaler.applied()
         return scale.multiply(grad, "float32")
