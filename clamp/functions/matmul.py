@@ -34,8 +34,6 @@ def matmul_op(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None 
     """
     x, w = casting.operands(a, b)
     _check_matmul_shapes(x.shape, w.shape)
-    if len(x.shape) > 2 and len(w.shape) == 2:
-        return _rows_times_matrix(casting, x, w, tape)
     return _product(casting, x, w, "matmul", tape)
 
 
@@ -62,44 +60,40 @@ def _check_matmul_shapes(a: Shape, b: Shape) -> None:
 
 
 def _product(casting: Casting, x: Operand, w: Operand, op_name: str, tape: Tape | None) -> Any:
-    """(batched) x @ w, where a 2-D operand is shared by the whole batch of the other."""
+    """x @ w: with a matrix w all leading dimensions of x are rows of one product; a matrix x is shared by the whole
+    batch of w."""
     dtype = casting.result_dtype(x, w)
-    if len(x.shape) == len(w.shape) == 2:
-        out = computed(lambda: _forward(x, w, out_dtype=dtype), x.parent.value, (x.shape[0], w.shape[1]), dtype)
-    else:
-        out = _forward(x, w, out_dtype=dtype)
+    gradients: Gradients = {x: partial(_grad_of_left, x, w), w: partial(_grad_of_right, x, w)}
+    if len(w.shape) > 2:
+        return bound(_forward(x, w, out_dtype=dtype), gradients, op_name, tape)
+    shape = (*x.shape[:-1], w.shape[1])
+    out = computed(lambda: _seen_as(_forward(x, w, out_dtype=dtype), shape), x.parent.value, shape, dtype)
+    return bound(out, gradients, op_name, tape, first=_flat)
 
-    gradients: Gradients = {x: partial(_grad_of_left, x, w), w: partial(_grad_of_right, x, False)}
-    return bound(out, gradients, op_name, tape)
 
-
-def _forward(x: Operand, w: Operand, is_flat: bool = False, **epilogue: Any) -> Tensor:
+def _forward(x: Operand, w: Operand, **epilogue: Any) -> Tensor:
     """x @ w. A small product rounds what is float32 as it reads it, and makes a weight's 16-bit copy by the way: there
-    is no cast before it.
-
-    Args:
-        is_flat: whether all leading dimensions of x are rows of one product.
-    """
+    is no cast before it."""
     # Of a weight on the left only a cast makes the copy; backward is to find what it was in this forward.
     a, b, dtype = x.value if isinstance(x, WeightOperand) else x.source, w.source, w.dtype
     if (a.dtype != dtype or b.dtype != dtype) and x.dtype == dtype and rounds_as_it_reads(a, b, dtype):
         late = w if isinstance(w, WeightOperand) and b.dtype != dtype else None
         copy = bridge.empty(b.queue, b.shape, dtype) if late is not None else None
-        out = gemm(_flat(a) if is_flat else a, b, reads=dtype, b_copy=copy, **epilogue)
+        out = gemm(_rows(a, w), b, reads=dtype, b_copy=copy, **epilogue)
         if late is not None and copy is not None:
             late.was_made(copy)
         return out
-    return _times(_flat(x.value) if is_flat else x.value, w, **epilogue)
+    return _times(_rows(x.value, w), w, **epilogue)
 
 
-def _grad_of_right(x: Operand, is_flat: bool, grad: Tensor, dtype: str) -> Tensor:
-    """The gradient of w in x @ w; as it does in the forward, a small product rounds x as it reads it."""
-    a, reads = _flat(x.source) if is_flat else x.source, None
+def _grad_of_right(x: Operand, w: Operand, grad: Tensor, dtype: str) -> Tensor:
+    """The gradient of w; as it does in the forward, a small product rounds x as it reads it."""
+    a, reads = _rows(x.source, w), None
     if a.dtype != x.dtype:
         if grad.dtype == x.dtype and rounds_as_it_reads(a, grad, x.dtype, transpose_a=True):
             reads = x.dtype
         else:
-            a = _flat(x.value) if is_flat else x.value
+            a = _rows(x.value, w)
     return gemm(a, grad, transpose_a=True, out_dtype=dtype, reads=reads)
 
 
@@ -116,8 +110,8 @@ def _times(a: Tensor, w: Operand, *, transpose: bool = False, **epilogue: Any) -
 
 
 def _grad_of_left(x: Operand, w: Operand, grad: Tensor, dtype: str) -> Tensor:
-    if len(x.shape) == len(w.shape):
-        return _times(grad, w, transpose=True, out_dtype=dtype)
+    if len(w.shape) == 2 or len(x.shape) == len(w.shape):
+        return _seen_as(_times(grad, w, transpose=True, out_dtype=dtype), x.shape)
     # One x for a batch of w: the sum over the batch is part of the contraction, (M, B N) @ (B N, K).
     batch, k, n = w.shape
     m = x.shape[0]
@@ -126,22 +120,16 @@ def _grad_of_left(x: Operand, w: Operand, grad: Tensor, dtype: str) -> Tensor:
     return gemm(wide_grad, wide_w, transpose_b=True, out_dtype=dtype)
 
 
-def _rows_times_matrix(casting: Casting, x: Operand, w: Operand, tape: Tape | None) -> Any:
-    """(..., K) @ (K, N): all leading dimensions of x are rows of one product."""
-    dtype, shape = casting.result_dtype(x, w), (*x.shape[:-1], w.shape[1])
-    out = computed(
-        lambda: bridge.view(_forward(x, w, is_flat=True, out_dtype=dtype), shape), x.parent.value, shape, dtype
-    )
-
-    gradients: Gradients = {
-        x: lambda grad, dtype: bridge.view(_times(grad, w, transpose=True, out_dtype=dtype), x.shape),
-        w: partial(_grad_of_right, x, True),
-    }
-    return bound(out, gradients, "matmul", tape, first=_flat)
+def _rows(x: Tensor, w: Operand) -> Tensor:
+    return _flat(x) if len(w.shape) == 2 else x
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return bridge.view(tensor, (prod(tensor.shape[:-1]), tensor.shape[-1]))
+def _flat(x: Tensor) -> Tensor:
+    return _seen_as(x, (prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _seen_as(x: Tensor, shape: Shape) -> Tensor:
+    return x if x.shape == shape else bridge.view(x, shape)
 
 
 @implements("netcl.autograd.linear_relu", uses=(gemm, elementwise, sum_to_shape))
@@ -164,8 +152,8 @@ def linear_relu(
     out = _forward(xo, wo, out_dtype=dtype, bias=None if bo is None else bo.value, relu=True)
 
     gradients: Gradients = {
-        xo: lambda grad, dtype: _times(grad, wo, transpose=True, out_dtype=dtype),
-        wo: partial(_grad_of_right, xo, False),
+        xo: partial(_grad_of_left, xo, wo),
+        wo: partial(_grad_of_right, xo, wo),
     }
     if bo is not None:
         gradients[bo] = lambda grad, dtype: sum_to_shape(grad, bo.shape, dtype)
