@@ -155,15 +155,18 @@ class WeightOperand(_LateOperand):
 
     Backward, and who reads the parameter later in the iteration, find the copy: what the parameter was in the forward.
     It goes when a backward that no other will follow has read it (`is_last`), unless other ops have yet to. Another
-    backward through the op after all makes it again from the parameter, which must be what it was.
+    backward through the op after all makes it again from the parameter, which must be what it was. In a region that
+    keeps no copy for longer than some op is to read it, nor what is made of it, whatever backward has read it is the
+    last.
     """
 
-    __slots__ = ("_losses", "_made", "_report")
-    _weakly = False  # whether the copy is kept only as long as somebody holds it
+    __slots__ = ("_derived", "_losses", "_made", "_report", "goes_at_once")
 
-    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
+    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None], last_use: bool) -> None:
         super().__init__(parent, dtype)
         self.weight: Tensor = parent.value
+        self.goes_at_once = last_use  # and is kept only as long as somebody holds it
+        self._derived: dict[Hashable, Any] = {}
         self._report = report
         self._made = moment()
         self._losses = weight_cache.losses
@@ -172,7 +175,7 @@ class WeightOperand(_LateOperand):
     def value(self) -> Tensor:
         if self._value is None:
             self._require_unwritten()
-            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self._weakly)
+            self._value = weight_cast(self.weight, self._dtype, self._report, weakly=self.goes_at_once)
         return self._value
 
     @property
@@ -186,15 +189,23 @@ class WeightOperand(_LateOperand):
         """The copy has been made elsewhere."""
         self._report("float32", self._dtype)
         self._value = copy
-        weight_cache.put(self.weight, ("cast", self._dtype), copy, weakly=self._weakly, losses=self._losses)
+        weight_cache.put(self.weight, ("cast", self._dtype), copy, weakly=self.goes_at_once, losses=self._losses)
+
+    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
+        if not self.goes_at_once:
+            return super().derived(kind, make)
+        value = self._derived[kind] = weight_cache.get(self.weight, kind, make, weakly=True)
+        return value
 
     def goes(self) -> bool:
-        return self._value is not None and bridge.nbytes(self._value) > _LARGE and delivery.running.is_last()
+        is_large = self._value is not None and bridge.nbytes(self._value) > _LARGE
+        return self.goes_at_once or (is_large and delivery.running.is_last())
 
     def drop(self) -> None:
         if self._value is not None:
             weight_cache.loosen(self.weight, ("cast", self._dtype), self._value)
             self._value = None
+        self._derived.clear()
 
     def _require_unwritten(self) -> None:
         if changed_since(self.weight, self._made):
@@ -204,29 +215,6 @@ class WeightOperand(_LateOperand):
                 "or write loss.backward(retain_graph=True) or tape.backward(loss, retain_graph=True) at the first one; "
                 'with enable_caching="last_use", pass enable_caching=True as well'
             )
-
-
-class LastUseOperand(WeightOperand):
-    """Like a `WeightOperand`, in a region that keeps no copy for longer than some op is to read it, nor what is made of
-    it: whatever backward has read it is the last."""
-
-    __slots__ = ("_derived",)
-    _weakly = goes_at_once = True
-
-    def __init__(self, parent: TensorLike, dtype: str, report: Callable[[str, str], None]) -> None:
-        super().__init__(parent, dtype, report)
-        self._derived: dict[Hashable, Any] = {}
-
-    def derived(self, kind: Hashable, make: Callable[[Tensor], Value]) -> Value:
-        value = self._derived[kind] = weight_cache.get(self.weight, kind, make, weakly=True)
-        return value
-
-    def goes(self) -> bool:
-        return True
-
-    def drop(self) -> None:
-        super().drop()
-        self._derived.clear()
 
 
 class Half(Policy):
@@ -268,8 +256,7 @@ class Half(Policy):
             node = cast_node(x, self.dtype, self._report)
             return Operand(node, node.value)
         if weight is not None:
-            kind = LastUseOperand if self._use_cache == LAST_USE else WeightOperand
-            return kind(x, self.dtype, self._report)
+            return WeightOperand(x, self.dtype, self._report, self._use_cache == LAST_USE)
         self._report(value.dtype, self.dtype)
         if bridge.is_weight(value):
             return Operand(x, cast(value, self.dtype))
