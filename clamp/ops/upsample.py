@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,27 +73,18 @@ def _run(
     bilinear = mode == "bilinear"
     align_corners = align_corners and bilinear
     (h, w), (oh, ow) = shape[2:], size
-    plan = _plan(x.queue, shape[0] * shape[1], *written)
+    strip, band, bands, strips, each, units = _plan(x.queue, shape[0] * shape[1], *written)
     kernel(
-        x.queue, *launch(x.queue, -(-plan.units // plan.each)), x, y,
+        x.queue, *launch(x.queue, -(-units // each)), x, y,
         _table(x.queue.context, h, oh, mode, align_corners), _table(x.queue.context, w, ow, mode, align_corners),
-        h, w, oh, ow, plan.band, plan.bands, plan.strips, plan.each, plan.units,
-        STRIP=plan.strip, BILINEAR=int(bilinear), DOUBLE=int(ow == 2 * w and not align_corners),
+        h, w, oh, ow, band, bands, strips, each, units,
+        STRIP=strip, BILINEAR=int(bilinear), DOUBLE=int(ow == 2 * w and not align_corners),
     )  # fmt: skip
 
 
-class _UpsamplePlan(NamedTuple):
-    """Division of the planes that a launch writes into units (kernels/upsample.cl)."""
-
-    strip: int
-    strips: int
-    band: int
-    bands: int
-    each: int  # units of a work-item
-    units: int
-
-
-def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _UpsamplePlan:
+def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> tuple[int, int, int, int, int, int]:
+    """Division of the planes that a launch writes into units (kernels/upsample.cl): columns of a strip, rows of a band,
+    bands, strips, units of a work-item, units."""
     device = capabilities(queue)
     strip, target = (_STRIP_CPU, 4) if device.is_cpu else (_STRIP_GPU, 256)
     target *= device.compute_units
@@ -107,7 +97,7 @@ def _plan(queue: cl.CommandQueue, planes: int, rows: int, columns: int) -> _Upsa
     if device.is_cpu:
         worth = -(-_WORTH_CPU // (band * min(strip, columns)))
         each = max(1, min(worth, units // target))
-    return _UpsamplePlan(strip, strips, band, bands, each, units)
+    return strip, band, bands, strips, each, units
 
 
 def _table(context: cl.Context, inputs: int, outputs: int, mode: str, align_corners: bool) -> cl.Buffer:
