@@ -317,12 +317,15 @@ def _found(gradients: Gradients, wanted: list[Operand], grad: Tensor) -> dict[Op
     """The gradients that are wanted, by their operands."""
     found: dict[Operand, Tensor | None] = {}
     for key, gradient in gradients.items():
-        together = key if isinstance(key, tuple) else (key,)
-        dtypes = [operand.grad_dtype if operand in wanted else None for operand in together]
-        if gradient is not None and any(dtypes):
-            made = gradient(grad, *dtypes)
-            results = made if isinstance(key, tuple) else (made,)
-            found.update((x, result) for x, result in zip(together, results, strict=True) if x in wanted)
+        if gradient is None:
+            continue
+        if not isinstance(key, tuple):
+            if key in wanted:
+                found[key] = gradient(grad, key.grad_dtype)
+        elif any(operand in wanted for operand in key):
+            dtypes = [operand.grad_dtype if operand in wanted else None for operand in key]
+            together = zip(key, gradient(grad, *dtypes), strict=True)
+            found.update((operand, result) for operand, result in together if operand in wanted)
     return found
 
 
