@@ -142,7 +142,7 @@ def owned_value(x: Any) -> Tensor:
         NotOwned: it is something else, or no node or tensor.
         TypeError: it is a node in a node.
     """
-    value = x.value if isinstance(x, Node | Tensor) else None
+    value = x.value if isinstance(x, (Node, Tensor)) else None
     if not isinstance(value, Tensor):
         if isinstance(value, Node):
             raise TypeError("a node was given to ag.tensor, which takes tensors: pass the node on as it is")

@@ -50,7 +50,7 @@ def whole_value(x: TensorLike) -> Tensor:
     Raises:
         NotOwned: it is something else.
     """
-    value: Any = x.value if isinstance(x, Node | Tensor) else None
+    value: Any = x.value if isinstance(x, (Node, Tensor)) else None
     if getattr(value, "dtype", None) == "int64" and bridge.on_device(value):
         return bridge.view(ops.to_index(value), value.shape)
     return owned_value(x)
