@@ -10,7 +10,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.casting.arguments import CastArguments, casts_to
+from clamp.casting.arguments import casts_to
 from clamp.casting.module_rules import ModuleRules
 from clamp.casting.operands import say_nothing
 from clamp.params.masters import narrow, showing_masters
@@ -185,7 +185,7 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
             if input_dtype is None:
                 result = method(self, *args, **kwargs)
             else:
-                with CastArguments(args, kwargs, input_dtype, say_nothing, use_cache=False) as (args, kwargs):
+                with casts_to(input_dtype, say_nothing, use_cache=False).of_call(args, kwargs) as (args, kwargs):
                     result = method(self, *args, **kwargs)
             return result if output_dtype is None else casts_to(output_dtype, say_nothing, use_cache=False)(result)
 

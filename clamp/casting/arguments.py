@@ -25,6 +25,7 @@ from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
 from clamp.casting.operands import cast_node, say_nothing
 from clamp.casting.policy_table import check_dtype
 from clamp.casting.regions import Caching, Region, current_region
+from clamp.interrupts import contextmanager
 
 _PLAIN = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, type)
 #: What a container of a class of the user's is underneath, and is made and filled as, whatever its class does when one
@@ -110,21 +111,36 @@ class Conversion:
         self._copies.append((x, new, items, attributes))
         return new
 
+    @contextmanager
+    def of_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of a call converted, but for ``out=``, a place to write to. What the call writes to a container
+        that it was given a copy of stands in the container itself when the block is left::
+
+            with casts_to("float16", say_nothing, use_cache=True).of_call(args, kwargs) as (args, kwargs):
+                return function(*args, **kwargs)
+        """
+        given = tuple(map(self, args)), {name: x if name == "out" else self(x) for name, x in kwargs.items()}
+        try:
+            yield given
+        finally:
+            self.give_back()
+
     def give_back(self) -> None:
         """Writes to the containers that were given what has been written to their copies since."""
         for iterator in self._iterators:
             iterator.give_back()
         for original, new, items, attributes in self._copies:
             now = _items(new)
-            if not _same(now, items):
+            if list(now) != list(items) or not _identical(now, items):
                 self._write(original, items, now)
             now = _attributes(new)
-            if not _same(now, attributes):
-                for name in attributes.keys() - now.keys():
-                    object.__delattr__(original, name)
-                for name, value in now.items():
-                    if name not in attributes or attributes[name] is not value:
-                        object.__setattr__(original, name, self._given(value))
+            for name in attributes.keys() - now.keys():
+                object.__delattr__(original, name)
+            for name, value in now.items():
+                if name not in attributes or attributes[name] is not value:
+                    object.__setattr__(original, name, self._given(value))
 
     def _given(self, x: Any) -> Any:
         """Returns what was given where x stands; x itself, if the call made it."""
@@ -233,10 +249,6 @@ def _copied(x: Any, items: dict[Any, Any], attributes: dict[str, Any]) -> Any:
     return new
 
 
-def _same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    return list(now) == list(before) and _identical(now, before)
-
-
 def _identical(xs: dict[Any, Any], ys: dict[Any, Any]) -> bool:
     """Returns whether two dicts of the same keys have the same objects under them."""
     return all(map(is_, xs.values(), ys.values()))
@@ -267,39 +279,8 @@ def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
     return cast_node(x, dtype, use_cache=region is not None and region.cache_enabled)
 
 
-class CastArguments:
-    """The arguments of a call with every floating node and tensor in one dtype, inside nested containers too.
-
-    ``out=`` is a place to write to and is never cast; neither are integers, float64, host arrays. What the call writes
-    to a container that it was given a copy of stands in the container itself when the block is left::
-
-        with CastArguments(args, kwargs, "float16", say_nothing, use_cache=True) as (args, kwargs):
-            return function(*args, **kwargs)
-    """
-
-    __slots__ = ("_cast", "_given")
-
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dtype: str,
-        report: Callable[[str, str], None],
-        use_cache: Caching,
-    ) -> None:
-        self._cast = casts_to(dtype, report, use_cache)
-        self._given = args, kwargs
-
-    def __enter__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        (args, kwargs), cast = self._given, self._cast
-        return tuple(map(cast, args)), {name: x if name == "out" else cast(x) for name, x in kwargs.items()}
-
-    def __exit__(self, *error: object) -> None:
-        self._cast.give_back()
-
-
 def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Conversion:
-    """Casts every floating node and tensor in nested containers."""
+    """Casts every floating node and tensor in nested containers; neither integers, float64, nor host arrays."""
 
     def cast_one(x: TensorLike) -> TensorLike:
         return cast_node(x, dtype, report, use_cache) if bridge.is_floating(x.value) else x

@@ -19,7 +19,7 @@ import numpy as np
 import wrapt
 
 from clamp.bridge import STORAGE, Node, Tensor
-from clamp.casting.arguments import CastArguments, reporter
+from clamp.casting.arguments import casts_to, reporter
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import called_in, casting_region, in_region
 from clamp.interrupts import Managed
@@ -123,7 +123,7 @@ class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
             if region is None or cast_inputs is None:
                 return wrapped(*args, **kwargs)
             name = getattr(function, "__name__", "custom_fwd")
-            casts = CastArguments(args, kwargs, cast_inputs, reporter(region, name), region.cache_enabled)
+            casts = casts_to(cast_inputs, reporter(region, name), region.cache_enabled).of_call(args, kwargs)
             with casts as (args, kwargs), in_region(replace(region, enabled=False)):
                 return wrapped(*args, **kwargs)
 

@@ -24,7 +24,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, canonical_dtype, on_device
-from clamp.casting.arguments import CastArguments, holds_half, reporter
+from clamp.casting.arguments import casts_to, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, Promote
 from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
@@ -185,7 +185,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
         if target is None:
             return called_in(None, wrapped, *args, **kwargs)
         refuse_half_targets(wrapped, args, kwargs)
-        casts = CastArguments(args, kwargs, target, reporter(region, name), region.cache_enabled)
+        casts = casts_to(target, reporter(region, name), region.cache_enabled).of_call(args, kwargs)
         # Not in place of args and kwargs: who explains the call makes it again, as it was made.
         with casts as (cast_args, cast_kwargs):
             return called_in(None, wrapped, *cast_args, **cast_kwargs)
@@ -217,7 +217,7 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     casting = casting_region()
     in_float32 = None if casting is None else casting.in_float32
-    with CastArguments(args, kwargs, "float32", report, use_cache) as (args, kwargs):
+    with casts_to("float32", report, use_cache).of_call(args, kwargs) as (args, kwargs):
         try:
             return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
         except Exception as error:
