@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,14 @@ class ModuleRules:
         rules: in their order, of which the first that matches counts.
 
     Attributes:
+        rule_at: returns the rule that decides about the module of a path.
         is_judged: whether users have been told of rules that decide about no module, or are about to be.
     """
 
     def __init__(self, rules: Sequence[ModuleRule]) -> None:
         self.rules = tuple(rules)
         self._paths = bridge.ModulePaths()
-        self._decided: dict[str, ModuleRule | None] = {}
+        self.rule_at = cache(partial(rule_for, self.rules))
         self.is_judged = False
 
     def __str__(self) -> str:
@@ -109,12 +111,6 @@ class ModuleRules:
         """The rule that decides about a module; None: the region around it holds in it."""
         self._paths.follow(module)
         return self.rule_at(self._paths.of(module)[0])  # of several that are computed at once: they have the same
-
-    def rule_at(self, path: str) -> ModuleRule | None:
-        """The rule that decides about the module of this path."""
-        if path not in self._decided:
-            self._decided[path] = rule_for(self.rules, path)
-        return self._decided[path]
 
     def names(self, module: Any) -> bool:
         """Returns whether the rule of a module names it: its pattern ends in the module's own name."""
