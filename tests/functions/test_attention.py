@@ -18,6 +18,7 @@ from clamp.bridge import Node, Tape, Tensor
 from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from clamp.functions import arithmetic, attention
+from tests.functions import operands
 from tests.functions.operands import half
 from tests.reference import STORAGE_DTYPES, assert_close, assert_same, integers, to_device, to_numpy
 
@@ -26,10 +27,8 @@ pytestmark = pytest.mark.usefixtures("shut_down")
 SHAPE = (2, 3, 5, 8)
 
 
-def leaf(queue: cl.CommandQueue, seed: int, dtype: str = "float32", requires_grad: bool = True) -> Node:
-    tensor = to_device(queue, np.random.default_rng(seed).standard_normal(SHAPE), dtype)
-    tensor.requires_grad = requires_grad
-    return Node(value=tensor)
+def leaf(queue: cl.CommandQueue, seed: int, dtype: str) -> Node:
+    return operands.leaf(queue, np.random.default_rng(seed).standard_normal(SHAPE), dtype)
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -193,18 +192,19 @@ def test_gradients_of_a_decoder_block_against_differences_of_its_loss(queue: cl.
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 4e-3), ("bfloat16", 3e-2), ("float32", 1e-5)])
 @pytest.mark.parametrize("name", ["RotaryAttention", "DecoderBlock"])
 def test_incremental_decoding(queue: cl.CommandQueue, name: str, dtype: str, tolerance: float) -> None:
-    """A prompt, then one token at a time, gives what the whole sequence gives at once."""
+    """A prompt, then one token at a time, gives what the whole sequence gives at once, also if they come in 16 bits."""
     x = to_numpy(data(queue))
     module = build(name, queue)
     plain = to_numpy(apply(module, data(queue)))
-    with amp.init(dtype=dtype), ag.no_grad():
-        cache = KVCache(1, B, 2, E // 2, T, queue)
-        pieces = []
-        for begin, end in ((0, 3), *((i, i + 1) for i in range(3, T))):
-            part = to_device(queue, x[:, begin:end])
-            pieces.append(to_numpy(module.forward(part, cache=cache)))
-            cache.advance(end - begin)
-    close(np.concatenate(pieces, 1), plain, tolerance)
+    for stored in {"float32", dtype}:
+        with amp.init(dtype=dtype), ag.no_grad():
+            cache = KVCache(1, B, 2, E // 2, T, queue)
+            pieces = []
+            for begin, end in ((0, 3), *((i, i + 1) for i in range(3, T))):
+                pieces.append(module.forward(to_device(queue, x[:, begin:end], stored), cache=cache))
+                cache.advance(end - begin)
+        assert {piece.dtype for piece in pieces} <= {stored, dtype}
+        close(np.concatenate(list(map(to_numpy, pieces)), 1), plain, tolerance)
 
 
 def test_causal_attention_drops_weights_and_results_in_training_only(queue: cl.CommandQueue) -> None:

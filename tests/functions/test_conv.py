@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-import clamp.functions.conv  # noqa: F401  (registers)
 from clamp.bridge import Parameter, Tape, Tensor
 from clamp.casting.policies import Float, Half, Promote
-from clamp.casting.registry import OWNED
 from clamp.functions import conv as functions
-from tests.functions.operands import half, leaf
+from tests.functions.operands import call, half, leaf
 from tests.ops.conv_reference import Case, forward, weight_grad
 from tests.ops.test_depthwise import Reference
 from tests.reference import assert_close, quantize, to_device, to_numpy
@@ -20,10 +18,6 @@ from tests.reference import assert_close, quantize, to_device, to_numpy
 HALVES = [half(dtype) for dtype in ("float16", "bfloat16", "float32")]
 CASE = Case(2, 3, 4, (6, 7), (3, 3), (2, 2), (1, 1))
 WINDOW = {"stride": 2, "pad": 1}
-
-
-def call(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:
-    return OWNED[name if "." in name else f"netcl.autograd.{name}"](casting, *args, **kwargs)
 
 
 def close(tensor: Tensor, expected: Any) -> None:
@@ -40,18 +34,16 @@ def test_conv2d_relu_finds_its_groups(queue: cl.CommandQueue) -> None:
 def test_bare_tensors_in_bare_tensors_out(queue: cl.CommandQueue) -> None:
     x, w, g = CASE.arrays()
     tensors = to_device(queue, x), Parameter.from_host(queue, w.astype(np.float32)), to_device(queue, np.ones(4))
-    plain = call("netcl.ops.conv2d.conv2d", HALVES[0], *tensors, **WINDOW)
-    fused = call("netcl.ops.conv2d.conv2d", HALVES[0], *tensors, fuse_relu=True, **WINDOW)
-    named = call("netcl.ops.fused_ops.fused_conv_bias_relu", HALVES[0], *tensors, 2, 1)
+    plain = call("ops.conv2d.conv2d", HALVES[0], *tensors, **WINDOW)
+    fused = call("ops.conv2d.conv2d", HALVES[0], *tensors, fuse_relu=True, **WINDOW)
+    named = call("ops.fused_ops.fused_conv_bias_relu", HALVES[0], *tensors, 2, 1)
     np.testing.assert_array_equal(to_numpy(fused), np.maximum(to_numpy(plain), 0))
     np.testing.assert_array_equal(to_numpy(named), to_numpy(fused))
     grad = to_device(queue, g, "float16")
-    gx, gw, gb = call("netcl.ops.conv2d.conv2d_backward", HALVES[0], *tensors[:2], grad, tensors[2], **WINDOW)
+    gx, gw, gb = call("ops.conv2d.conv2d_backward", HALVES[0], *tensors[:2], grad, tensors[2], **WINDOW)
     assert {tensor.dtype for tensor in (gx, gw, gb)} == {"float32"}
     np.testing.assert_allclose(to_numpy(gw), weight_grad(x, g, CASE), atol=0.1)
-    assert (
-        call("netcl.ops.conv2d.conv2d_backward", Promote(), *tensors[:2], grad, need_grad_x=False, **WINDOW)[0] is None
-    )
+    assert call("ops.conv2d.conv2d_backward", Promote(), *tensors[:2], grad, need_grad_x=False, **WINDOW)[0] is None
 
 
 def test_a_weight_that_is_used_again_is_packed_once(queue: cl.CommandQueue) -> None:
@@ -81,7 +73,7 @@ def test_a_large_weight_gradient_stays_finite(queue: cl.CommandQueue) -> None:
 
 def test_tensor_level_functions(queue: cl.CommandQueue) -> None:
     x, w, bias = to_device(queue, X, "float16"), to_device(queue, W, "float16"), to_device(queue, BIAS)
-    y = OWNED["netcl.ops.depthwise_conv2d.depthwise_conv2d"](half(), x, w, bias, 1, 1, algo="naive")
+    y = call("ops.depthwise_conv2d.depthwise_conv2d", half(), x, w, bias, 1, 1, algo="naive")
     exact = Reference(to_numpy(x), to_numpy(w), 1, 1)
     gx, gw, gb = functions.depthwise_conv2d_backward(half(), x, w, y, bias, 1, 1)
     assert_close(gx, exact.input_gradient(to_numpy(y)), slack=2.0**-17)

@@ -18,15 +18,11 @@ from clamp.casting.policies import Match, Promote
 from clamp.casting.registry import OWNED
 from clamp.functions import activations as functions
 from tests.conformance.activations import sigmoid
-from tests.functions.operands import half, leaf
+from tests.functions.operands import call, half, leaf
 from tests.reference import STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 Array = np.ndarray[Any, Any]
 HALF = half()
-
-
-def run(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:
-    return OWNED[f"netcl.autograd.{name}"](casting, *args, **kwargs)
 
 
 def stored(node: Node) -> Array:
@@ -47,11 +43,11 @@ def points(shape: tuple[int, ...] = (5, 7), seed: int = 0) -> Array:
 
 def test_ties_of_maximum(queue: cl.CommandQueue) -> None:
     a, b = leaf(queue, [1.0, 2.0]), leaf(queue, [1.0, 3.0])
-    backward(run("maximum", Promote(), a, b), [5.0, 5.0])
+    backward(call("maximum", Promote(), a, b), [5.0, 5.0])
     assert (to_numpy(a.grad).tolist(), to_numpy(b.grad).tolist()) == ([5, 0], [0, 5])
     for arguments in ((1.0, x := leaf(queue, [1.0, 0.5])), (x, 1.0)):
         x.grad = x.value.grad = None
-        backward(run("maximum", Promote(), *arguments), [5.0, 5.0])
+        backward(call("maximum", Promote(), *arguments), [5.0, 5.0])
         assert to_numpy(x.grad).tolist() == [5, 0]
 
 
@@ -68,11 +64,11 @@ def test_numpys_functions_of_nodes_are_their_operators(queue: cl.CommandQueue, h
 def test_where_with_numbers(queue: cl.CommandQueue) -> None:
     condition = to_device(queue, [1.0, 0.0, np.nan, -0.0])
     x = leaf(queue, [1.0, np.inf, np.nan, 4.0], "float16")
-    out = run("where", Promote(), Node(value=condition), 2.0, x)
+    out = call("where", Promote(), Node(value=condition), 2.0, x)
     np.testing.assert_array_equal(to_numpy(out.value), [2, np.inf, 2, 4])
     backward(out, np.ones(4))
     assert to_numpy(x.grad).tolist() == [0, 1, 0, 1]
-    out = run("where", Promote(), condition, x, -1)
+    out = call("where", Promote(), condition, x, -1)
     np.testing.assert_array_equal(to_numpy(out.value), [1, -1, np.nan, -1])
 
 
@@ -80,12 +76,12 @@ def test_where_with_numbers(queue: cl.CommandQueue) -> None:
 def test_comparisons_are_constant_nodes(queue: cl.CommandQueue, name: str) -> None:
     f = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}[name]
     a, b = np.array([[1.0], [2.0], [3.0]]), np.array([1.0, 2.0, np.nan])
-    out = run(name, Promote(), leaf(queue, a, "float16"), to_device(queue, b, "float16"))
+    out = call(name, Promote(), leaf(queue, a, "float16"), to_device(queue, b, "float16"))
     assert isinstance(out, Node)
     assert (out.requires_grad, out.parents, out.value.dtype) == (False, [], "float16")
     np.testing.assert_array_equal(to_numpy(out.value), f(a, b))
     with ag.no_grad():
-        np.testing.assert_array_equal(to_numpy(run(name, Promote(), 2.0, to_device(queue, a)).value), f(2.0, a))
+        np.testing.assert_array_equal(to_numpy(call(name, Promote(), 2.0, to_device(queue, a)).value), f(2.0, a))
 
 
 # -------------------------------------------------------------------------------------- scaling and summing
@@ -93,15 +89,15 @@ def test_comparisons_are_constant_nodes(queue: cl.CommandQueue, name: str) -> No
 
 def test_broadcast_gradients_do_not_overflow_in_half(queue: cl.CommandQueue) -> None:
     x, w = leaf(queue, np.full((64, 3), 300.0), "float16"), leaf(queue, np.ones(3))
-    backward(run("mul", HALF, x, w), np.where(np.arange(64)[:, None] % 2, 300.0, -300.0) * np.ones((64, 3)))
+    backward(call("mul", HALF, x, w), np.where(np.arange(64)[:, None] % 2, 300.0, -300.0) * np.ones((64, 3)))
     assert to_numpy(w.grad).tolist() == [0.0, 0.0, 0.0]  # each term is 90000: inf in half, and inf - inf is nan
     assert w.grad.dtype == "float32"
 
 
 def test_fan_out_adds_up(queue: cl.CommandQueue) -> None:
     x = leaf(queue, points())
-    y = run("tanh", Match(), x)
-    out = run("add", Promote(), run("mul", Promote(), y, y), y)
+    y = call("tanh", Match(), x)
+    out = call("add", Promote(), call("mul", Promote(), y, y), y)
     backward(out, np.ones((5, 7)))
     t = np.tanh(stored(x))
     assert_close(x.grad, (2 * t + 1) * (1 - t * t), slack=1e-6)
@@ -109,7 +105,7 @@ def test_fan_out_adds_up(queue: cl.CommandQueue) -> None:
 
 def test_a_saturated_half_sigmoid_still_has_a_slope(queue: cl.CommandQueue) -> None:
     x = leaf(queue, [9.0, -9.0], "float16")
-    out = run("sigmoid", Match(), x)
+    out = call("sigmoid", Match(), x)
     assert to_numpy(out.value)[0] == 1.0
     backward(out, np.full(2, 1024.0))
     np.testing.assert_allclose(to_numpy(x.grad), 1024 * sigmoid(9.0) * sigmoid(-9.0), rtol=1e-3)
@@ -121,7 +117,7 @@ def test_a_saturated_half_sigmoid_still_has_a_slope(queue: cl.CommandQueue) -> N
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 def test_dropout_backward_uses_the_mask(queue: cl.CommandQueue, dtype: str) -> None:
     x = leaf(queue, np.ones(500), dtype)
-    out = run("dropout", Match(), x, 0.25, 7)
+    out = call("dropout", Match(), x, 0.25, 7)
     backward(out, np.ones(500))
     kept = to_numpy(out.value)
     assert set(kept) == {0.0, float(quantize(1 / 0.75, dtype))}
@@ -140,7 +136,7 @@ def test_dropout_seeds(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.ones(300))
 
     def draw(seed: int | None) -> list[float]:
-        return to_numpy(run("dropout", Match(), x, 0.5, seed)).tolist()
+        return to_numpy(call("dropout", Match(), x, 0.5, seed)).tolist()
 
     assert draw(1) == draw(1) != draw(2)
     assert draw(2**70 + 5) == draw(5)
@@ -149,14 +145,14 @@ def test_dropout_seeds(queue: cl.CommandQueue) -> None:
     first = draw(None)
     np.random.seed(11)
     assert draw(None) == first
-    rate = np.mean(to_numpy(run("dropout", Match(), to_device(queue, np.ones(1 << 16)), 0.3, 3)) == 0)
+    rate = np.mean(to_numpy(call("dropout", Match(), to_device(queue, np.ones(1 << 16)), 0.3, 3)) == 0)
     assert abs(rate - 0.3) < 0.01
 
 
 def test_dropout_limits(queue: cl.CommandQueue) -> None:
     x = leaf(queue, points(), "float16")
-    assert run("dropout", Match(), x, 0.0) is x
-    out = run("dropout", Match(), x, 1.0)
+    assert call("dropout", Match(), x, 0.0) is x
+    out = call("dropout", Match(), x, 1.0)
     assert not to_numpy(out.value).any()
     backward(out, np.ones((5, 7)))
     assert not to_numpy(x.grad).any()

@@ -82,26 +82,6 @@ def test_fp32_inputs_infer_in_16_bits(queue: cl.CommandQueue, name: str) -> None
     np.testing.assert_allclose(to_numpy(out), expected, atol=0.01 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_decoding_with_a_cache_gives_the_whole_sequences_last_rows(queue: cl.CommandQueue, dtype: str) -> None:
-    text = values(2, 6, 8)
-    with amp.init(dtype=dtype), ag.no_grad():
-        np.random.seed(0)
-        block = nn.DecoderBlock(8, 2, hidden=6, queue=queue)
-        whole = to_numpy(block(to_device(queue, text, dtype)))
-        cache = nn.KVCache(1, 2, 2, 4, 8, queue)
-        rows = [block(to_device(queue, text[:, :4], dtype), cache=cache)]
-        cache.advance(4)
-        for position in (4, 5):
-            rows.append(block(to_device(queue, text[:, position : position + 1], dtype), cache=cache))
-            cache.advance()
-        assert {row.dtype for row in rows} == {dtype}
-    step = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
-    np.testing.assert_allclose(
-        np.concatenate([to_numpy(row) for row in rows], axis=1), whole, atol=4 * step * np.abs(whole).max()
-    )
-
-
 def test_a_parameter_is_cast_once_for_many_inferences(
     queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]
 ) -> None:

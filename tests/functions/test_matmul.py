@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -11,15 +9,10 @@ import pytest
 from clamp import amp
 from clamp.bridge import Parameter, Tape
 from clamp.casting.policies import Half
-from clamp.casting.registry import OWNED
-from tests.functions.operands import half, leaf
+from tests.functions.operands import call, half, leaf
 from tests.reference import quantize, to_device, to_numpy
 
 HALVES = [half(dtype) for dtype in ("float16", "bfloat16", "float32")]
-
-
-def call(name: str, casting: Any, *args: Any, **kwargs: Any) -> Any:
-    return OWNED[f"netcl.autograd.{name}"](casting, *args, **kwargs)
 
 
 @pytest.mark.parametrize("casting", HALVES, ids=lambda casting: casting.dtype)

@@ -12,7 +12,6 @@ import pytest
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import NotOwned
 from clamp.casting.policies import Float, Match, Promote
-from clamp.casting.registry import OWNED
 from clamp.functions import (
     activations,
     arithmetic,
@@ -26,6 +25,7 @@ from clamp.functions import (
     slicing,
     spatial,
 )
+from tests.functions import operands
 from tests.functions.operands import half, leaf
 from tests.reference import to_device
 
@@ -34,8 +34,7 @@ Call = Callable[[Make, Make], object]
 
 
 def call(name: str, *args: Any, casting: Any = Match(), **kwargs: Any) -> Any:  # noqa: B008
-    """A function by its name in netcl, or in netcl.autograd."""
-    return OWNED[f"netcl.{name}" if "." in name else f"netcl.autograd.{name}"](casting, *args, **kwargs)
+    return operands.call(name, casting, *args, **kwargs)
 
 
 I32, F64 = "int32", "float64"
