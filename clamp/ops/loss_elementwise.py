@@ -31,16 +31,6 @@ _plans = Prepared(1024)
 _GPU_GROUP = 256
 _CONSTANTS = 6
 
-#: Every loss, and what its kernels take besides prediction and target: how many weights. Its gradient is of the same
-#: name. The formulas are in kernels/loss_elementwise.cl.
-WEIGHTS = {
-    "mse": 0, "l1": 0, "smooth_l1": 0,  # gradient for the target: swap the operands
-    "logit_bce": 0, "logit_bce_target": 0, "probability_bce": 0, "probability_bce_target": 0,
-    "weighted_smooth_l1": 1, "weighted_smooth_l1_weight": 1, "weighted_bce": 1,
-    "detection": 2,
-    "box": 0, "box_target": 0,
-}  # fmt: skip
-
 
 def bce_constants(epsilon: float) -> tuple[float, ...]:
     """Constants of the cross entropies of a probability that is held in epsilon .. 1 - epsilon."""
@@ -56,7 +46,8 @@ def loss_sum(kind: str, operands: Sequence[Tensor], constants: Sequence[float] =
     """Sum over all elements of a loss, as float32 of shape (1,).
 
     Args:
-        kind: ``"mse"`` (x - t)^2, ``"l1"`` |x - t|, ``"smooth_l1"`` d^2 / (2 beta) below beta, else d - beta / 2;
+        kind: of kernels/loss_elementwise.cl, which has the formulas: ``"mse"`` (x - t)^2, ``"l1"`` |x - t|,
+            ``"smooth_l1"`` d^2 / (2 beta) below beta, else d - beta / 2;
             ``"weighted_smooth_l1"``, ``"weighted_bce"``, ``"detection"``, ``"box"`` (whole boxes of 4 elements).
         operands: prediction, target and the kind's weights, all of the same number of elements, each float32,
             float16 or bfloat16.
@@ -78,7 +69,7 @@ def _plan_sum(key: Key, kind: str, operands: Sequence[Tensor]) -> tuple[Any, ...
     group = 1 if device.is_cpu else min(_GPU_GROUP, 1 << (device.max_work_group.bit_length() - 1))
     parts, span = parts_of(queue, 1, n)
     dtypes = [y.dtype for y in _all_four(operands)]
-    kernel = LOSS_SUM.on(queue, *dtypes, KIND=kind, WEIGHTS=WEIGHTS[kind], **group_macros(queue, group))
+    kernel = LOSS_SUM.on(queue, *dtypes, KIND=kind, WEIGHTS=len(operands) - 2, **group_macros(queue, group))
     return _plans.keep(key, (kernel, (parts * group,), (group,), parts, (n, span)))
 
 
@@ -124,7 +115,7 @@ def _plan_elements(
     """The kernel, None where there are no elements, its sizes, and the numbers after the tensors."""
     x = operands[0]
     span = span_for(x.queue, x.size)
-    macros: dict[str, object] = {"KIND": kind, "WEIGHTS": WEIGHTS[kind], "PIECES": pieces_for(x.queue)}
+    macros: dict[str, object] = {"KIND": kind, "WEIGHTS": len(operands) - 2, "PIECES": pieces_for(x.queue)}
     if others and others[0].size == x.size:
         macros["G_EACH"] = 1
     dtypes = [y.dtype for y in (*_all_four(operands), *others)]
