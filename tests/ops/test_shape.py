@@ -1,4 +1,4 @@
-"""Permutations are numpy's transpose, bit for bit."""
+"""Permutations are numpy's transpose, bit for bit, also of what is no number."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 import pyopencl as cl
 import pytest
 
-from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import shape as ops
 from clamp.ops.shape import Axis, copy, merged_axes, permute
 from tests.ops.plans import plans_of
+from tests.ops.test_concat import bits_of, words
 from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -24,17 +24,8 @@ pytestmark = pytest.mark.kernel
 plan = plans_of(ops)
 
 
-def words(queue: cl.CommandQueue, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, np.ndarray]:
-    """A tensor of distinct values, and the same on the host."""
-    host = np.arange(np.prod(shape)).reshape(shape)
-    if dtype == "int32":
-        return Tensor.from_host(queue, host.astype(np.int32), dtype="int32"), host
-    bits = (host % 0x7800).astype(np.uint16).view(np.float16) if dtype == "float16" else host.astype(np.float32)
-    return Tensor.from_host(queue, np.ascontiguousarray(bits), dtype=dtype), bits
-
-
 @pytest.mark.usefixtures("plan")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
 @pytest.mark.parametrize(
     ("shape", "dims"),
     [
@@ -61,7 +52,7 @@ def test_permute_is_numpys_transpose(
     result = permute(x, dims)
     assert result.dtype == dtype
     assert result.shape == host.transpose(dims).shape
-    np.testing.assert_array_equal(result.to_host(), host.transpose(dims))
+    np.testing.assert_array_equal(bits_of(result), host.transpose(dims))
 
 
 @pytest.mark.parametrize("limit", [64, 128, 1024])
@@ -80,14 +71,14 @@ def test_a_transposition_keeps_to_the_devices_work_groups(
 
     monkeypatch.setattr(ops, "TRANSPOSE_LOCAL", launched)
     x, host = words(queue, (37, 53), "float32")
-    np.testing.assert_array_equal(permute(x, (1, 0)).to_host(), host.T)
+    np.testing.assert_array_equal(bits_of(permute(x, (1, 0))), host.T)
     assert groups == [min(limit, 256)]
 
 
 def test_every_order_of_four_axes(queue: cl.CommandQueue) -> None:
     x, host = words(queue, (2, 3, 4, 5), "float16")
     for dims in itertools.permutations(range(4)):
-        np.testing.assert_array_equal(permute(x, dims).to_host(), host.transpose(dims))
+        np.testing.assert_array_equal(bits_of(permute(x, dims)), host.transpose(dims))
 
 
 @pytest.mark.slow
@@ -95,16 +86,10 @@ def test_every_order_of_four_axes(queue: cl.CommandQueue) -> None:
 def test_every_order_of_five_axes_and_large_matrices(queue: cl.CommandQueue, simulated: bool) -> None:
     x, host = words(queue, (3, 2, 17, 2, 18), "float32")
     for dims in itertools.permutations(range(5)):
-        np.testing.assert_array_equal(permute(x, dims).to_host(), host.transpose(dims))
+        np.testing.assert_array_equal(bits_of(permute(x, dims)), host.transpose(dims))
     if not simulated:
         x, host = words(queue, (1031, 2053), "float16")
-        np.testing.assert_array_equal(permute(x, (1, 0)).to_host(), host.T)
-
-
-def test_bits_survive_a_move(queue: cl.CommandQueue) -> None:
-    bits = np.arange(0, 1 << 16, 13, dtype=np.uint16)[: 16 * 315].reshape(16, 315)
-    x = Tensor.from_host(queue, bits, dtype="bfloat16")
-    np.testing.assert_array_equal(permute(x, (1, 0)).to_host().view(np.uint16), bits.T)
+        np.testing.assert_array_equal(bits_of(permute(x, (1, 0))), host.T)
 
 
 @pytest.mark.usefixtures("plan")
