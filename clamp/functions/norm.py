@@ -39,6 +39,15 @@ def _parameters_of(name: str, x: Operand, size: int, *parameters: Any) -> tuple[
     return operands
 
 
+def _operands(casting: Casting, name: str, x: Any, axis: int, *parameters: Any) -> tuple[Operand, ...]:
+    """x, and its gamma and beta, which have as many elements as its axis: 1, of images (N, C, H, W), or the last."""
+    (xo,) = float_operands(casting, x)
+    if axis == 1:
+        require_nchw(name, xo.shape)
+    size = xo.shape[1] if axis == 1 else _last_axis(name, xo)
+    return xo, *_parameters_of(name, xo, size, *parameters)
+
+
 def _like(grad: Tensor | None, operand: Operand) -> Tensor | None:
     """A parameter's gradient in the parameter's shape."""
     return None if grad is None else bridge.view(grad, operand.shape)
@@ -78,9 +87,7 @@ def _normalized_batch(
     momentum * batch`` in place, with the biased variance; a batch whose statistics are not finite leaves them alone.
     In evaluation the statistics are the running ones, as constants.
     """
-    (xo,) = float_operands(casting, x)
-    require_nchw(name, xo.shape)
-    go, bo = _parameters_of(name, xo, xo.shape[1], gamma, beta)
+    xo, go, bo = _operands(casting, name, x, 1, gamma, beta)
     training = yes_or_no(name, "training", training)
     has_running = running_mean is not None and running_var is not None
     moved: list[Any] = [None, None]
@@ -155,9 +162,7 @@ def tensor_batch_norm2d_backward(
     out: Tensor | None = None, leaky_slope: float | None = None, training: bool = True,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta. ``out`` is not written: with ``leaky_slope`` it tells where to scale."""
-    (xo,) = float_operands(casting, x)
-    require_nchw("batch_norm2d_backward", xo.shape)
-    (go,) = _parameters_of("batch_norm2d_backward", xo, xo.shape[1], gamma)
+    xo, go = _operands(casting, "batch_norm2d_backward", x, 1, gamma)
     grad = owned_value(grad_out)
     center, spread = _saved_statistics("batch_norm2d_backward", xo, xo.shape[1], mean, var)
     if out is not None and leaky_slope is not None:
@@ -170,9 +175,7 @@ def tensor_batch_norm2d_backward(
 @implements("netcl.ops.elementwise_optimized.fused_bn_relu", uses=_FORWARD)
 def fused_bn_relu(casting: Casting, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``relu(x * scale + shift)`` of an (N, C, H, W) tensor, scale and shift of shape (C,)."""
-    (xo,) = float_operands(casting, x)
-    require_nchw("fused_bn_relu", xo.shape)
-    so, bo = _parameters_of("fused_bn_relu", xo, xo.shape[1], scale, shift)
+    xo, so, bo = _operands(casting, "fused_bn_relu", x, 1, scale, shift)
     zero = bridge.zeros(xo.value.queue, (xo.shape[1],), "float32")  # mean 0, variance 0 + 1
     return planes_ops.batch_norm_inference(
         xo.value, so.value, bo.value, zero, zero, eps=1.0, out_dtype=casting.result_dtype(xo), activation=RELU
@@ -195,13 +198,10 @@ def group_norm(
     Returns:
         The result, and the means and variances in float32, of shape (N, groups).
     """
-    (xo,) = float_operands(casting, x)
-    require_nchw("group_norm", xo.shape)
+    xo, go, bo = _operands(casting, "group_norm", x, 1, gamma, beta)
     groups, eps = whole_number("group_norm", "groups", groups, 1), number("group_norm", "eps", eps)
-    channels = xo.shape[1]
-    if channels % groups:
-        raise ValueError(f"group_norm: {channels} channels are not divisible by groups={groups}")
-    go, bo = _parameters_of("group_norm", xo, channels, gamma, beta)
+    if xo.shape[1] % groups:
+        raise ValueError(f"group_norm: {xo.shape[1]} channels are not divisible by groups={groups}")
     dtype = casting.result_dtype(xo)
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
 
@@ -221,9 +221,7 @@ def tensor_group_norm_backward(
     eps: float = 1e-5,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, gamma and beta."""
-    (xo,) = float_operands(casting, x)
-    require_nchw("group_norm_backward", xo.shape)
-    (go,) = _parameters_of("group_norm_backward", xo, xo.shape[1], gamma)
+    xo, go = _operands(casting, "group_norm_backward", x, 1, gamma)
     groups = int(groups)
     center, spread = _saved_statistics("group_norm_backward", xo, xo.shape[0] * groups, mean, var)
     return planes_ops.group_norm_backward(
@@ -292,10 +290,8 @@ def tensor_layer_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, mean: Tensor, var: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, gamma and beta."""
-    (xo,) = float_operands(casting, x)
-    n = _last_axis("layer_norm_backward", xo)
-    (go,) = _parameters_of("layer_norm_backward", xo, n, gamma)
-    center, spread = _saved_statistics("layer_norm_backward", xo, xo.value.size // max(n, 1), mean, var)
+    xo, go = _operands(casting, "layer_norm_backward", x, -1, gamma)
+    center, spread = _saved_statistics("layer_norm_backward", xo, xo.value.size // max(xo.shape[-1], 1), mean, var)
     return rows_ops.layer_norm_backward(
         xo.value, go.value, owned_value(grad_out), center, spread, eps=float(eps), dx_dtype=xo.grad_dtype,
         dgamma_dtype=go.grad_dtype, dbeta_dtype=go.grad_dtype,
@@ -316,8 +312,7 @@ def rms_norm(
     Returns:
         The result, and the reciprocal root mean square of each row in float32.
     """
-    (xo,) = float_operands(casting, x)
-    (go,) = _parameters_of("rms_norm", xo, _last_axis("rms_norm", xo), gamma)
+    xo, go = _operands(casting, "rms_norm", x, -1, gamma)
     eps, dtype = number("rms_norm", "eps", eps), casting.result_dtype(xo)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=eps, out_dtype=dtype)
 
@@ -335,10 +330,8 @@ def tensor_rms_norm_backward(
     casting: Casting, x: Tensor, gamma: Tensor, grad_out: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and gamma."""
-    (xo,) = float_operands(casting, x)
-    n = _last_axis("rms_norm_backward", xo)
-    (go,) = _parameters_of("rms_norm_backward", xo, n, gamma)
-    (inverse,) = _saved_statistics("rms_norm_backward", xo, xo.value.size // max(n, 1), rstd)
+    xo, go = _operands(casting, "rms_norm_backward", x, -1, gamma)
+    (inverse,) = _saved_statistics("rms_norm_backward", xo, xo.value.size // max(xo.shape[-1], 1), rstd)
     return rows_ops.rms_norm_backward(
         xo.value, go.value, owned_value(grad_out), inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=go.grad_dtype
     )
