@@ -202,22 +202,20 @@ def masked_fill(x: Tensor, mask: Tensor, fill: float, *, out_dtype: str) -> Tens
         mask: float32, float16, bfloat16 or int32; repeated over x's leading elements, whatever its own shape.
         fill: rounded to ``out_dtype``, a finite one to a finite one: -1e9 is -65504 in float16.
     """
-    repeats = _repeats(x, mask)
-    out = elementwise("where", out_dtype, _row(mask), fill, bridge.view(x, (repeats, mask.size)))
-    return bridge.view(out, x.shape)
+    rows, row = _repeated(x, mask)
+    return bridge.view(elementwise("where", out_dtype, row, fill, rows), x.shape)
 
 
 def masked_fill_backward(grad: Tensor, mask: Tensor, *, out_dtype: str) -> Tensor:
     """The gradient where the mask is zero, 0 elsewhere, whatever the gradient is there."""
-    repeats = _repeats(grad, mask)
-    out = elementwise("where_grad_b", out_dtype, bridge.view(grad, (repeats, mask.size)), _row(mask))
-    return bridge.view(out, grad.shape)
+    rows, row = _repeated(grad, mask)
+    return bridge.view(elementwise("where_grad_b", out_dtype, rows, row), grad.shape)
 
 
-def _repeats(x: Tensor, mask: Tensor) -> int:
-    if mask.size == 0 == x.size:
-        return 0
-    if mask.size == 0 or x.size % mask.size:
+def _repeated(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """x in rows as long as the mask, and the mask as a row that repeats over them."""
+    left = x.size % mask.size if mask.size else x.size
+    if left:
         raise ValueError(
             f"masked_fill: a mask of shape {tuple(mask.shape)} does not repeat over a tensor of shape "
             f"{tuple(x.shape)}: {mask.size} elements do not divide {x.size}"
@@ -230,8 +228,4 @@ def _repeats(x: Tensor, mask: Tensor) -> int:
             "broadcast it, but repeats its elements in memory order; pass a mask of the full shape, or "
             "ag.where(mask, fill, x), which broadcasts"
         )
-    return x.size // mask.size
-
-
-def _row(mask: Tensor) -> Tensor:
-    return bridge.view(mask, (mask.size,))
+    return bridge.view(x, (x.size // max(mask.size, 1), mask.size)), bridge.view(mask, (mask.size,))
