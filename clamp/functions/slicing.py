@@ -231,12 +231,8 @@ def getitem(casting: Casting, x: Any, key: Any, tape: Tape | None = None) -> Any
     for extent, (start, length) in zip(shape, stretches, strict=True):
         if groups and (groups[-1][2] == 1 or length == extent):
             before = groups.pop()
-            if before[2] == 1:
-                groups.append((before[0] * extent, before[1] * extent + start, length))
-            else:
-                groups.append((before[0] * extent, before[1] * extent, before[2] * extent))
-        else:
-            groups.append((extent, start, length))
+            extent, start, length = before[0] * extent, before[1] * extent + start, before[2] * length
+        groups.append((extent, start, length))
     kept = tuple(length for axis, (_, length) in enumerate(stretches) if axis not in dropped) or (1,)
     cuts = [at for at, (extent, _, length) in enumerate(groups) if length < extent]
     if not cuts:
