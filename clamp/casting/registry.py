@@ -25,7 +25,7 @@ _HINTS = frozenset({"algo", "force_naive", "pool", "strategy", "tile", "use_im2c
 
 
 def implements(
-    *names: str, result_only: bool = False, uses: tuple[object, ...] | None = None
+    *names: str, whole: str | None = None, uses: tuple[object, ...] | None = None
 ) -> Callable[[Function], Function]:
     """Registers a function as clamp's version of the netcl functions of these full names.
 
@@ -34,18 +34,20 @@ def implements(
     it is a hint; with any other (``out``, a tensor to write to) the call is left to netcl.
 
     Args:
-        result_only: these return the first of what the function returns: a norm without its statistics.
+        whole: netcl's function that returns all that the function returns; those of ``names`` return the first of it
+            then: a norm without its statistics.
         uses: modules of clamp.ops, functions in them or kernels that it computes with, for `python -m clamp lists`.
-            None: everything of clamp.ops that its own module imports, or what was said in a decorator below.
+            None: everything of clamp.ops that its own module imports.
     """
 
     def register(function: Function) -> Function:
         if "<locals>" in function.__qualname__:  # one of a family that a factory makes
             function.__name__ = function.__qualname__ = names[0].rpartition(".")[2]
-        if uses is not None or function not in USES:
-            USES[function] = tuple(vars(sys.modules[function.__module__]).values()) if uses is None else uses
+        USES[function] = tuple(vars(sys.modules[function.__module__]).values()) if uses is None else uses
         for name in names:
-            OWNED[name] = _with_arguments_of(name, _first_of(function) if result_only else function)
+            OWNED[name] = _with_arguments_of(name, function if whole is None else _first_of(function))
+        if whole is not None:
+            OWNED[whole] = _with_arguments_of(whole, function)
         return function
 
     return register

@@ -15,8 +15,7 @@ from clamp.ops.arguments import number, whole_number, yes_or_no
 from clamp.ops.rope import rope as rotate
 
 
-@implements("netcl.ops.attention.flash_attention")
-@implements("netcl.autograd.flash_attention", result_only=True, uses=ops.ENGINES)
+@implements("netcl.autograd.flash_attention", whole="netcl.ops.attention.flash_attention", uses=ops.ENGINES)
 def flash_attention(
     casting: Casting, q: TensorLike, k: TensorLike, v: TensorLike, causal: bool = True,
     scale: float | None = None, tape: Tape | None = None,

@@ -125,8 +125,7 @@ def _normalized_batch(
 
 
 def _batch_norm(name: str, activation: Activation) -> Function:
-    @implements(f"netcl.nn.batchnorm.{name}")
-    @implements(f"netcl.autograd.{name}", result_only=True, uses=_BATCH)
+    @implements(f"netcl.autograd.{name}", whole=f"netcl.nn.batchnorm.{name}", uses=_BATCH)
     def function(
         casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
         momentum: float = 0.1, eps: float = 1e-5, training: bool = True, tape: Tape | None = None,
@@ -142,8 +141,7 @@ batch_norm2d = _batch_norm("batch_norm2d", IDENTITY)
 batch_norm2d_relu = _batch_norm("batch_norm2d_relu", RELU)
 
 
-@implements("netcl.nn.batchnorm.batch_norm2d_leaky_relu")
-@implements("netcl.autograd.batch_norm2d_leaky_relu", result_only=True, uses=_BATCH)
+@implements("netcl.autograd.batch_norm2d_leaky_relu", whole="netcl.nn.batchnorm.batch_norm2d_leaky_relu", uses=_BATCH)
 def batch_norm2d_leaky_relu(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, running_mean: Tensor, running_var: Tensor,
     momentum: float = 0.1, eps: float = 1e-5, training: bool = True, negative_slope: float = 0.01,
@@ -182,8 +180,7 @@ def fused_bn_relu(casting: Casting, x: Tensor, scale: Tensor, shift: Tensor) -> 
     )
 
 
-@implements("netcl.nn.groupnorm.group_norm")
-@implements("netcl.autograd.group_norm", result_only=True, uses=(planes_ops,))
+@implements("netcl.autograd.group_norm", whole="netcl.nn.groupnorm.group_norm", uses=(planes_ops,))
 def group_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, groups: int, eps: float = 1e-5,
     tape: Tape | None = None,
@@ -233,8 +230,7 @@ def tensor_group_norm_backward(
 # -------------------------------------------------------------------------------------------- rows
 
 
-@implements("netcl.nn.layernorm.layer_norm")
-@implements("netcl.autograd.layer_norm", result_only=True, uses=(rows_ops,))
+@implements("netcl.autograd.layer_norm", whole="netcl.nn.layernorm.layer_norm", uses=(rows_ops,))
 def layer_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, beta: TensorLike, eps: float = 1e-5, tape: Tape | None = None
 ) -> tuple[Any, Tensor, Tensor]:
@@ -298,8 +294,7 @@ def tensor_layer_norm_backward(
     )  # fmt: skip
 
 
-@implements("netcl.ops.norm_rope.rms_norm")
-@implements("netcl.autograd.rms_norm", result_only=True, uses=(rows_ops,))
+@implements("netcl.autograd.rms_norm", whole="netcl.ops.norm_rope.rms_norm", uses=(rows_ops,))
 def rms_norm(
     casting: Casting, x: TensorLike, gamma: TensorLike, eps: float = 1e-6, tape: Tape | None = None
 ) -> tuple[Any, Tensor]:
