@@ -11,12 +11,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from netcl.autograd import compiler
-from netcl.autograd.compiler import TraceNode
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.bridge.netcl_functions import is_netcls
 from clamp.casting.arguments import reporter
 from clamp.casting.operands import cast_node
 from clamp.casting.regions import called_in, current_region, this_thread
@@ -322,10 +319,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     dtype = user_functions.input_dtype(forward) if Installed.now else None
     if dtype is None and (this_thread.around.in_op or not Installed.now or not any(is_half(node) for node in nodes)):
         backward = user_functions.bound(backward, forward, nodes, name)
-        made = wrapped(forward, backward, *nodes, **kwargs)
-        if isinstance(made, Node) and type(made.value) is TraceNode and not is_netcls(forward):
-            _name_apart(made.value)
-        return RESULTS.foreign(_known_to_parents(made), nodes)
+        return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()
     report, use_cache = reporter(region, name), region is None or region.cache_enabled
     cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
@@ -337,13 +331,6 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     if backward is not None:
         backward = _reading_widened(backward, swaps)
     return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *widened, **kwargs)), widened)
-
-
-def _name_apart(traced: TraceNode) -> None:
-    """A user's op that has the name of one of netcl's: its compiler knows ops by name alone, and fuses its own."""
-    known = compiler._PRIMITIVES.get(traced.op_name)
-    if known is None or is_netcls(known.forward):
-        traced.op_name = f"a user's {traced.op_name}"
 
 
 def _known_to_parents(made: Any) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pyopencl as cl
-import wrapt
 from netcl import autograd as ag
 from netcl import ops
 from netcl.core import tensor as tensors
@@ -22,12 +21,10 @@ from netcl.nn import layers
 from netcl.ops import elementwise
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tape, TensorLike
-from clamp.bridge.netcl_functions import is_netcls
+from clamp.bridge import Node, Tape, TensorLike
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
 from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
-from clamp.patching.wrap import Installed
 
 # --------------------------------------------------------------------------------------------------------------- layers
 
@@ -227,44 +224,15 @@ def jit_compile(wrapped: Any, instance: None, /, fn: Callable[..., Any]) -> Any:
     return run
 
 
-#: Ops for which its kernels compute something else: no relu; the approximation, whichever is asked for; no sum; inf
-#: from 89 on, and no digits near 0; a number for NaN.
-_MISTRANSLATED = frozenset({"add_relu", "gelu", "weighted_bce", "weighted_smooth_l1", "softplus", "log1p", "relu"})
-_MISTRANSLATED |= {f"{name}{of}" for name in ("maximum", "minimum") for of in ("", "_scalar_left", "_scalar_right")}
-
-
-@replaces("netcl.autograd.compiler._PRIMITIVES")
-class Translated(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """netcl's table of the ops that its compiler fuses, less those that it gets wrong: a function with one of these
-    runs as it is."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        found = self.__wrapped__.get(name, default)
-        return default if name in _MISTRANSLATED and found is not default and is_netcls(found.forward) else found
-
-
 @replaces("netcl.autograd.compiler._COMPILER_CACHE")
-class FloatKernels(dict[Any, Any]):
-    """The kernels that netcl compiles under AMP, which refuse to be asked about 16-bit inputs.
+class Refused:
+    """What functions that netcl compiled before ``init``, closures that no patch reaches, find in place of their
+    kernels, which read 16-bit values as float, beyond the ends of their memory, and compute some ops wrong."""
 
-    A function compiled before ``init`` is a closure that no patch reaches, and would read and write 16-bit
-    buffers as float, beyond their ends. But it looks up its kernels here first, by shapes and dtypes.
-    """
+    def __init__(self, own: dict[Any, Any]) -> None: ...
 
-    def __init__(self, own: dict[Any, Any]) -> None:
-        super().__init__()  # without netcl's own, of all ops
-
-    def __contains__(self, key: object) -> bool:
-        is_known = super().__contains__(key)
-        if not is_known and Installed.now and _names_half(key):
-            raise TypeError(
-                "a function compiled by jit_compile before amp.init() got a 16-bit input, and its kernels read float: "
-                'compile it after amp.init(), or pass amp.cast(x, "float32")'
-            )
-        return is_known
-
-
-def _names_half(key: object) -> bool:
-    if isinstance(key, tuple):
-        return any(_names_half(part) for part in key)
-    return isinstance(key, str) and key in HALF_DTYPES
+    def __contains__(self, key: tuple[Callable[..., Any], Any]) -> bool:
+        raise RuntimeError(
+            f"{getattr(key[0], '__qualname__', repr(key[0]))} was compiled by jit_compile before amp.init(), and what "
+            "it became would misread 16-bit values under AMP: compile it after amp.init(), or call the function itself"
+        )
