@@ -6,7 +6,6 @@ What netcl's own functions do not know of masters is met here, too.
 from __future__ import annotations
 
 import threading
-import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from functools import partial
@@ -44,31 +43,16 @@ class Steps:
     def __init__(self, bindings: Bindings, step: Wrapper) -> None:
         self._bindings = bindings
         self._guarded = _guarded(step)
-        self._methods: dict[tuple[type, str], Any] = {}  # what stands for methods of optimizers
 
     def wrap(self, optimizer_class: type) -> None:
         """Puts the guard over ``step`` of the class that defines it for this optimizer class, and wrappers over others.
 
         ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
         """
-        for name, wrapper in OPTIMIZER_METHODS.items():
-            owner = _definer(optimizer_class, name)
+        for name, wrapper in {**OPTIMIZER_METHODS, "step": self._guarded}.items():
+            owner = next((base for base in optimizer_class.__mro__ if name in vars(base)), None)
             if owner is not None:
-                self._wrap_method(owner, name, wrapper)
-        owner = _definer(optimizer_class, "step")
-        if owner is None:
-            return
-        step = vars(owner)["step"]
-        if not isinstance(step, types.FunctionType):
-            self._wrap_method(owner, "step", self._guarded)
-        else:
-            self._bindings.redirect(step, self._guarded, how="bound")
-
-    def _wrap_method(self, owner: type, name: str, wrapper: Wrapper) -> None:
-        method = vars(owner)[name]
-        if method is not self._methods.get((owner, name)):
-            self._methods[owner, name] = wrapt.FunctionWrapper(method, wrapper)
-            self._bindings.set(owner, name, self._methods[owner, name])
+                self._bindings.wrap(owner, name, wrapper)
 
     def guard(self, optimizer: Any) -> None:
         """Puts the guard over an optimizer's ``step``, and over one that stands on it and hides that of its class."""
@@ -117,11 +101,6 @@ def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
     if max_norm is not None and max_norm > 0:
         clip.clip_grad_norm_device(optimizer.params, max_norm)  # clamp's, while patches are installed
     return own()
-
-
-def _definer(cls: type, name: str) -> type | None:
-    """The class among those that ``cls`` inherits from, itself first, that defines a method."""
-    return next((base for base in cls.__mro__ if name in vars(base)), None)
 
 
 @meets_in_optimizers("zero_grad")

@@ -109,7 +109,7 @@ class Patches:
         and of one that has just been imported."""
         for name, wrapper in WRAPPERS.items():
             if module_of(name) in modules:
-                function = function_of(name)[1]
+                function = function_of(name)[1]  # which a user's may hide
                 if type(function) is types.FunctionType:
                     self._bindings.redirect(function, wrapper)
                 else:
@@ -130,7 +130,7 @@ class Patches:
     def _wrap_modules(self) -> None:
         """The calls of modules: of all classes that define one, and of those that are defined later."""
         for name in ("_try_fuse_layers", "_try_fuse_layers_train"):
-            self._bindings.redirect(vars(bridge.Sequential)[name], unfused, how="bound")
+            self._bindings.wrap(bridge.Sequential, name, unfused)
         for module_class in bridge.module_classes():
             self._wrap_call(module_class)
 
@@ -141,10 +141,7 @@ class Patches:
         self._bindings.set(bridge.Module, "__init_subclass__", classmethod(defined))
 
     def _wrap_call(self, module_class: type) -> None:
-        call = vars(module_class).get("__call__")
-        if type(call) is types.FunctionType:
-            self._bindings.redirect(call, in_module, how="bound")
-        elif call is not None:  # a wrapper of the user's
+        if "__call__" in vars(module_class):
             self._bindings.wrap(module_class, "__call__", in_module)
 
     def _wrap_unlisted(self, modules: Iterable[types.ModuleType]) -> None:
@@ -189,9 +186,9 @@ class Patches:
         # By name only clamp's functions take what netcl's lack: netcl itself calls some with more than they take.
         how = "more" if getattr(ours, "__kwdefaults__", None) else ""
         if function is None:
-            self._bindings.wrap(owner, entry.function, wrapper, passes, how)
+            self._bindings.wrap(owner, entry.function, wrapper, how, passes)
         else:
-            self._bindings.redirect(function, wrapper, passes, how)
+            self._bindings.redirect(function, wrapper, how, passes)
 
 
 _user_wrapper = cache(user_wrapper)

@@ -5,8 +5,8 @@ activations, a default argument, a partial, ``step = optimizer.step``. So nothin
 exchanged for one that takes the same arguments and hands them to a wrapper; the function stays the object that it was,
 with its name and signature, under whatever names it has. What the wrapper calls is a copy, which has netcl's own code.
 
-wrapt's wrappers stand only where this cannot be done: on methods of classes that several share, on what is no plain
-function of Python's, and where a user decorates. `Bindings` notes what of either was done, and undoes it.
+wrapt's wrappers stand only where this cannot be done: on what a class has of another, on what is no plain function of
+Python's, and where a user decorates. `Bindings` notes what of either was done, and undoes it.
 """
 
 from __future__ import annotations
@@ -209,15 +209,15 @@ class Bindings:
         return id(function) in self._redirected
 
     def redirect(
-        self, function: FunctionType, wrapper: Callable[..., Any], passes: bool = False, how: str = ""
+        self, function: FunctionType, wrapper: Callable[..., Any], how: str = "", passes: bool = False
     ) -> None:
         """Lets a function run a wrapper, whoever holds it; under a second name, or a second time, nothing is done.
 
         Args:
-            passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is
-                written and nobody is told of results.
             how: as for `Redirected`; by default ``"wrapped"`` for netcl's functions, and ``"open"`` for a user's, which
                 may be cast by its arguments.
+            passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is
+                written and nobody is told of results.
         """
         if function in self:
             return
@@ -246,14 +246,15 @@ class Bindings:
                     x = made.runs
                 seen[name] = x
 
-    def wrap(self, owner: Any, name: str, wrapper: Wrapper, passes: bool = False, how: str = "") -> None:
-        """Wraps what has a name: a plain function of a module for whoever holds it, anything else under this name."""
+    def wrap(self, owner: Any, name: str, wrapper: Wrapper, how: str = "", passes: bool = False) -> None:
+        """Wraps what has a name: a plain function of a module, and a method that its class defines, for whoever holds
+        it; anything else under this name, once."""
         is_module = isinstance(owner, ModuleType)
-        function = getattr(owner, name) if is_module else wrapt.resolve_path(owner, name)[2]
-        if is_module and type(function) is FunctionType:
-            self.redirect(function, wrapper, passes, how)
-        else:
-            self.set(owner, name, wrapt.FunctionWrapper(function, wrapper))
+        stands = getattr(owner, name) if is_module else wrapt.resolve_path(owner, name)[2]
+        if type(stands) is FunctionType and (is_module or stands.__qualname__ == f"{owner.__qualname__}.{name}"):
+            self.redirect(stands, wrapper, how if is_module else "bound", passes)
+        elif not any(ours is stands for _, _, _, ours in self._undo):
+            self.set(owner, name, wrapt.FunctionWrapper(stands, wrapper))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets one attribute."""

@@ -31,12 +31,12 @@ from netcl import autograd as ag
 from netcl.autograd import ops
 from netcl.core import transfer
 from netcl.nn import loss as tensor_losses
-from netcl.nn.layers import Linear
+from netcl.nn.layers import Linear, Sequential
 from netcl.ops import elementwise
 from netcl.optim import SGD
 
 from clamp import amp
-from clamp.bridge import Node, Parameter
+from clamp.bridge import Node, Parameter, Tape, Tensor
 from clamp.casting.policy_table import CastPolicy, Entry, default_table
 from clamp.casting.regions import casting_in
 from clamp.patching import patch, patch_registry, redirect
@@ -45,6 +45,7 @@ from clamp.patching.wrap import Wrapper, passes_of
 from tests.reference import quantize, to_device, to_numpy
 
 Function = Callable[..., Any]
+METHODS: tuple[Any, ...] = (SGD.step, SGD.zero_grad, Tensor.to_host, Tape.backward, Sequential.forward)
 
 LISTED: dict[str, Any] = {
     entry.name: vars(sys.modules[entry.module])[entry.function]
@@ -57,7 +58,7 @@ def codes() -> dict[int, types.CodeType]:
     """The code of every function that a module of netcl's has."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "netcl"]
     functions = [x for module in modules for x in vars(module).values() if isinstance(x, types.FunctionType)]
-    return {id(function): function.__code__ for function in [*functions, SGD.step]}
+    return {id(function): function.__code__ for function in [*functions, *METHODS]}
 
 
 # ------------------------------------------------------------------------------------------------ every way to hold one
@@ -204,9 +205,16 @@ def test_netcls_names_stay_the_identical_objects(tmp_path: Path, monkeypatch: py
         assert importlib.import_module("late_script").relu is ag.relu
         assert {ag.relu: 2.0}[pickle.loads(pickle.dumps(copy.deepcopy(ag.relu)))] == 2.0
         changed = {key for key, code in codes().items() if code is not own[key]}
-        assert changed >= {id(function) for function in LISTED.values()}
+        assert changed >= {id(function) for function in (*LISTED.values(), *METHODS)}
     assert codes() == own
     assert not hasattr(ag.relu, "__wrapped__")
+
+
+def test_methods_bound_before_are_clamps(queue: cl.CommandQueue) -> None:
+    read = to_device(queue, [1.0, 2.5], "bfloat16").to_host
+    with amp.init():
+        np.testing.assert_array_equal(read(), np.array([1.0, 2.5], np.float32), strict=True)
+    assert read().dtype == np.uint16
 
 
 def test_a_module_that_is_awaited_twice_is_met_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +236,7 @@ def test_signatures_sources_and_places_are_netcls() -> None:
             code.co_qualname, code.co_filename, code.co_firstlineno,
         )  # fmt: skip
 
-    functions = [*LISTED.values(), ag.apply_op, ag.jit_compile, transfer.copy, transfer.write, SGD.step]
+    functions = [*LISTED.values(), ag.apply_op, ag.jit_compile, transfer.copy, transfer.write, *METHODS]
     before = list(map(described, functions))
     with amp.init():
         for function, expected in zip(functions, before, strict=True):
