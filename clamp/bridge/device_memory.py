@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from sys import getrefcount
-from types import FunctionType, MemberDescriptorType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias
 
 import pyopencl as cl
@@ -19,7 +19,7 @@ from netcl.core.memory import _PERSISTENT_POOLS, PersistentBufferPool
 
 from clamp.bridge.autograd import Node, Tape
 from clamp.bridge.modules import Module
-from clamp.bridge.objects import content_of, own_attributes
+from clamp.bridge.objects import content_of, own_attributes, slots_of, values_in
 from clamp.bridge.optimizers import is_optimizer
 from clamp.bridge.tensors import Tensor, empty
 from clamp.interrupts import holding
@@ -184,20 +184,11 @@ def _memory_in(x: Any, seen: set[int]) -> Iterator[Any]:
     elif kind is FunctionType:
         parts = [*map(content_of, x.__closure__ or ())]
     elif kind.__module__.startswith(("netcl.", "clamp.")) and not isinstance(x, type | Module | Tape):
-        parts = [*own_attributes(x).values(), *_in_slots(x)]
+        parts = [*own_attributes(x).values(), *values_in(x, slots_of(kind)).values()]
     else:
         parts = ()
     for part in parts:
         yield from _memory_in(part, seen)
-
-
-def _in_slots(x: Any) -> Iterator[Any]:
-    """Returns the values in an object's slots. No property is asked: some compute what they are asked for."""
-    for cls in type(x).__mro__:
-        for slot in vars(cls).values():
-            if isinstance(slot, MemberDescriptorType):
-                with suppress(AttributeError):  # not assigned yet
-                    yield slot.__get__(x)
 
 
 class PoolListener(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyopencl as cl
 
-from clamp.bridge.tensors import Parameter, Tensor, is_frozen, mark_trained
+from clamp.bridge.tensors import Parameter, Tensor, alias, is_frozen, mark_trained
 from clamp.interrupts import contextmanager
 
 
@@ -69,28 +69,22 @@ def give_storage(tensor: Tensor, source: Tensor) -> None:
 def take_storage(tensor: Tensor) -> Tensor:
     """A new tensor that owns the storage of ``tensor``, which needs another one then."""
     tensor.wait()
-    taken = Tensor(
-        buffer=tensor.buffer,
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        context=tensor.context,
-        queue=tensor.queue,
-        pool_handle=tensor.pool_handle,
-        persistent=tensor.persistent,
-        host_ref=tensor.host_ref,
-        backend=tensor._backend,
-    )
-    vars(tensor).update(pool_handle=None, host_ref=None)
+    taken = alias(tensor, tensor.pool_handle)
+    taken.persistent, taken.host_ref = tensor.persistent, tensor.host_ref
+    tensor.pool_handle = tensor.host_ref = None
     return taken
 
 
 @contextmanager
 def showing(tensor: Tensor, other: Tensor) -> Iterator[None]:
-    """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype."""
+    """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype; what other storage
+    it is given there is the other one's."""
     before = tensor.buffer, tensor.dtype
     try:
         tensor.buffer, tensor.dtype = other.buffer, other.dtype
         yield
+        if tensor.buffer is not other.buffer:
+            other.buffer = tensor.buffer
     finally:
         tensor.buffer, tensor.dtype = before
 

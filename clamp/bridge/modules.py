@@ -95,14 +95,9 @@ def module_names(modules: Sequence[Any], around: Iterable[Any] = ()) -> list[str
     Args:
         around: models, if some are known that may hold them.
     """
-    names: dict[int, str] = {}
-    made = set[int]()
-    for root in modules_met(*modules, *around):
-        made.update(id(layer) for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ())
-        for name, module in _modules_below(root):
-            # The model that holds the others has the longest names.
-            if _parts_of(name) >= _parts_of(names.get(id(module), "")):
-                names[id(module)] = name
+    roots = modules_met(*modules, *around)
+    made = {id(layer) for root in roots for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ()}
+    names = _longest(pair for root in roots for pair in _modules_below(root))
 
     def of_parts(module: Any) -> str:
         parts = [part for part in vars(module).values() if isinstance(part, Module)] if id(module) in made else []
@@ -117,6 +112,15 @@ def module_tree(model: Any) -> list[tuple[str, str, int]]:
         (name, type(module).__name__, sum(x.size for _, x in module_tensors(module) if is_weight(x)))
         for name, module in _modules_below(model)
     ]
+
+
+def _longest(named: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """The names of objects, by id; of several the longest, which the model has that holds the others."""
+    names: dict[int, str] = {}
+    for name, x in named:
+        if _parts_of(name) >= _parts_of(names.get(id(x), "")):
+            names[id(x)] = name
+    return names
 
 
 def _parts_of(name: str) -> int:
@@ -206,21 +210,10 @@ def parameter_names(params: Sequence[Tensor]) -> list[str]:
     key = tuple(map(id, models))
     known, names = _named.get(key, ([], []))
     if len(known) != len(models) or any(ref() is not model for ref, model in zip(known, models, strict=True)):
-        found = _names_in_modules(set(key))
+        found = _longest(pair for module in modules_met() for pair in module_tensors(module))
         names = [found.get(place, f"params[{index}]") for index, place in enumerate(key)]
-        if len(found) == len(set(key)):
+        if found.keys() >= set(key):
             if len(_named) >= _MOST_NAMED:
                 _named.clear()
             _named[key] = [weakref.ref(model) for model in models], names
-    return names
-
-
-def _names_in_modules(wanted: set[int]) -> dict[int, str]:
-    """Names of tensors, by id, from all layers and models that are met."""
-    names: dict[int, str] = {}
-    for module in modules_met():
-        for name, tensor in module_tensors(module):
-            # The module that holds the others has the longest names.
-            if id(tensor) in wanted and name.count(".") >= names.get(id(tensor), "").count("."):
-                names[id(tensor)] = name
     return names

@@ -10,12 +10,13 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeVar
 
 import wrapt
@@ -107,6 +108,21 @@ def own_attributes(x: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return own if type(own) is dict else {}
+
+
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Returns what objects of a class keep attributes in without a dict, by name."""
+    slots = (slot for cls in kind.__mro__ for slot in vars(cls).copy().values())
+    return {slot.__name__: slot for slot in slots if isinstance(slot, MemberDescriptorType)}
+
+
+def values_in(x: Any, slots: Mapping[str, MemberDescriptorType]) -> dict[str, Any]:
+    """Returns what an object has in slots. No property is asked: some compute what they are asked for."""
+    found = {}
+    for name, slot in slots.items():
+        with suppress(AttributeError):  # not assigned yet
+            found[name] = slot.__get__(x)
+    return found
 
 
 def _variables_of(function: FunctionType) -> list[Any]:

@@ -242,18 +242,15 @@ def empty_like(tensor: Tensor, size: int) -> Tensor:
     """A device tensor with undefined content, of the shape and dtype of another one, in memory of ``size`` bytes."""
     if Tensor.__init__ is _own_init:
         return _in_memory_of(size, tensor.queue, tuple(tensor.shape), tensor.dtype)
-    handle = pool_of(tensor.queue).allocate(size)
-    return _same(tensor, handle.buffer, handle)
+    made = alias(tensor, pool_of(tensor.queue).allocate(size))
+    made.buffer = made.pool_handle.buffer
+    return made
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """Another object for a tensor, which has to outlive it: it does not keep the memory."""
-    return _same(tensor, tensor.buffer, None)
-
-
-def _same(tensor: Tensor, buffer: Any, handle: Any) -> Tensor:
+def alias(tensor: Tensor, handle: Any = None) -> Tensor:
+    """Another object for a tensor, which has to outlive it: it does not keep the memory, without a handle for that."""
     return Tensor(
-        buffer, tuple(tensor.shape), tensor.dtype, tensor.context, tensor.queue, handle, backend=tensor._backend
+        tensor.buffer, tuple(tensor.shape), tensor.dtype, tensor.context, tensor.queue, handle, backend=tensor._backend
     )
 
 

@@ -7,6 +7,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,13 @@ from clamp.casting.operands import cast_node
 from clamp.casting.regions import called_in, current_region, this_thread
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
+from clamp.interrupts import holding
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, graphs, penalties
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
-from clamp.patching.tensors import is_half, show, shown
+from clamp.patching.tensors import is_half
 from clamp.patching.wrap import Installed
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
@@ -359,14 +361,11 @@ def _reading_widened(
     """``backward`` with what it closes over, nodes and bare tensors, showing widened values while it runs."""
 
     def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
-        kept = [(x, shown(x)) for x, _ in swaps]
-        try:
+        with ExitStack() as stack:
             for x, wide in swaps:
-                show(x, wide.value)
+                is_node = isinstance(x, Node)
+                stack.enter_context(holding(x, "value", wide.value) if is_node else bridge.showing(x, wide.value))
             return backward(grad)
-        finally:
-            for x, before in kept:
-                vars(x).update(before)
 
     return with_swapped_values
 

@@ -10,12 +10,11 @@ import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tensor
+from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
 from clamp.opencl.device import is_forked, require_answer, require_usable
 from clamp.ops.arguments import saturated
-from clamp.ops.cast import cast
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets, replaces
@@ -58,19 +57,10 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     if not Installed.now or not given:
         return wrapped(*args, **kwargs)
     given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
-    narrow = [tensor for tensor in given.values() if is_half(tensor) and bridge.on_device(tensor)]
-    widened = [bridge.master_of(tensor) or cast(tensor, "float32") for tensor in narrow]
-    kept = [shown(tensor) for tensor in narrow]
     try:
-        for tensor, wide in zip(narrow, widened, strict=True):
-            show(tensor, wide)
-        return called_in(None, wrapped, *args, **kwargs)
+        with masters.showing_masters(given.values(), load=True):
+            return called_in(None, wrapped, *args, **kwargs)
     finally:
-        for tensor, before, wide in zip(narrow, kept, widened, strict=True):
-            if wide.buffer is not tensor.buffer:
-                wide.buffer = tensor.buffer
-            vars(tensor).update(before)
-            masters.write_back(wide, tensor)
         for tensor in given.values():
             if not bridge.is_in_parts(tensor) or tensor.is_whole:  # asked for its memory, it would take some
                 weight_cache.drop_buffer(tensor.buffer)
@@ -79,16 +69,6 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Changes nothing."""
     return wrapped(*args, **kwargs)
-
-
-def show(x: Any, value: Tensor) -> None:
-    """Lets a node or tensor show another tensor's content."""
-    vars(x).update({name: value if name == "value" else getattr(value, name) for name in shown(x)})
-
-
-def shown(x: Any) -> dict[str, Any]:
-    """Returns the attributes of a node or tensor that ``show`` changes, as they are."""
-    return {name: vars(x)[name] for name in (("value",) if isinstance(x, Node) else ("buffer", "dtype"))}
 
 
 def is_half(x: Any) -> bool:

@@ -58,23 +58,12 @@ class Attempt(KernelCapture):  # type: ignore[misc]
         self.compares, self.raises = compares, raises
         self.why = ""  # it was given up; empty if it was not
         self.uploads: list[Upload] = []  # in the order in which they were made
-        self._watch = watch
+        self.watch = watch
 
     def give_up(self, why: str) -> None:
         """Ends the recording and drops what it has; what runs on is not recorded."""
         self.why = self.why or why
         self.clear()
-
-    def change(self) -> str:
-        """Returns what the code has changed itself; empty if nothing."""
-        return self._watch.change(libraries=False)
-
-    @contextmanager
-    def in_host_step(self) -> Iterator[None]:
-        """Around a host step, which changes in every replay what it changes now."""
-        flags = self._watch.flags()
-        yield
-        self._watch.follow(flags)
 
     def upload(self, from_host: Callable[..., Tensor], given: HostValue, args: Any, kwargs: Any) -> Tensor:
         """Brings an array of the call's to the device, and notes it."""

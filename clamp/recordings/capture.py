@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from clamp.patching.patch_registry import BEFORE_REMOVAL, meets
 from clamp.recordings import memory
 from clamp.recordings.attempt import Attempt
 from clamp.recordings.memory import Dependencies, Launches, ModuleNotes, Pool, dependencies_of
+from clamp.recordings.watch import Watch
 from clamp.scaling.dynamic_scale import forget_late, settle_late
 
 _INPUT_ADVICE = "Pass data that changes as an input tensor; make constants before the recording."
@@ -139,9 +140,9 @@ class _Recording:
         return True
 
     def host_step(self) -> AbstractContextManager[None]:
-        """Around the run of a host step."""
+        """Around the run of a host step, which changes in every replay what it changes now."""
         capture = self._capture()
-        return capture.in_host_step() if isinstance(capture, Attempt) else nullcontext()
+        return Watch.following([capture.watch] if isinstance(capture, Attempt) else ())
 
     @property
     def _launches(self) -> list[CapturedKernelLaunch]:

@@ -33,11 +33,6 @@ _MODES = ("training", "_training")
 # weak dictionary would then keep both for ever.
 
 
-def _dtype_of(compiled: Any) -> str:
-    """Dtype of the input that a pass was recorded with; for one recorded without clamp, netcl's float32."""
-    return getattr(compiled, "_clamp_dtype", "float32")
-
-
 @meets("netcl.autograd.forward_compiler.ForwardCompiler.compile")
 def compile_forward(wrapped: Any, instance: Any, /, model: Any, sample_input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Records a forward pass. netcl knows passes by the shape of their input alone: one of another model, dtype or
@@ -68,7 +63,7 @@ def replay_forward(wrapped: Any, instance: Any, /, new_input: Tensor) -> Any:
         RuntimeError: the model has changed since: a layer's weight is another tensor, or a setting has another value.
         ValueError: the input is not like the one recorded.
     """
-    x, dtype = new_input, _dtype_of(instance)
+    x, dtype = new_input, getattr(instance, "_clamp_dtype", "float32")  # netcl's own are of float32
     x = cast(x, dtype) if x.dtype in bridge.STORAGE and dtype in bridge.STORAGE else x
     if not hasattr(instance, "_clamp_plan"):
         return wrapped(x)

@@ -223,7 +223,7 @@ class RecordedFunction:
 
     def _change(self, attempt: Attempt) -> str:
         """Returns what the function has changed itself that no replay would; empty if nothing."""
-        return attempt.change()
+        return attempt.watch.change(libraries=False)
 
     def _replay(self, call: Arguments, known: Known, recorded: Replayable) -> Any:
         return recorded.replay(call, known)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from clamp.bridge import Tensor, address_of
-from clamp.interrupts import contextmanager
 from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import Replayable
@@ -189,14 +189,10 @@ class Variants:
         """No call is recorded or replayed any more. What there is goes with the next: another thread may be in one."""
         self._never = True
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[None]:
         """Around a run of the pass: what it changes itself is no change for any recording."""
         watches = {id(x): x for kind in self._kinds.values() for x in (kind.ran, *(r.watch for r in kind.kept)) if x}
-        flags = [(watch, watch.flags()) for watch in watches.values()]
-        yield
-        for watch, before in flags:
-            watch.follow(before)
+        return Watch.following(watches.values())
 
     def _kind(self, key: Key) -> _Kind:
         kind = self._kinds.setdefault(key, _Kind())

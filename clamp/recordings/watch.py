@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from functools import partial
@@ -20,7 +20,6 @@ from types import (
     BuiltinMethodType,
     CodeType,
     FunctionType,
-    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -32,12 +31,11 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor
+from clamp.interrupts import contextmanager
 from clamp.recordings.code_names import CodeNames, global_names, imported, is_library, is_of_library, names_in
 from clamp.recordings.watched_state import (
     GENERATORS,
     PLAIN,
-    Slots,
-    ThreadsOwn,
     Values,
     WatchedPart,
     behind,
@@ -46,6 +44,7 @@ from clamp.recordings.watched_state import (
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
+_METHODS = (BuiltinMethodType, MethodWrapperType, MethodType, staticmethod, classmethod, property, partial)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
 #: Modules of libraries whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
 _OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
@@ -106,17 +105,13 @@ class Watch:
         parts = (part for part in self._parts if libraries or not part.is_library)
         return next((part.first_change() for part in parts if not part.agrees()), "")
 
-    def flags(self) -> list[list[bool] | None]:
-        """Returns what is as it was: for ``follow``."""
-        return [part.flags() for part in self._parts]
-
-    def follow(self, flags: list[list[bool] | None]) -> None:
-        """Takes over what a pass itself has changed: a counter, a table that it made. That is no change from outside.
-
-        Args:
-            flags: from before the pass.
-        """
-        for part, agreed in zip(self._parts, flags, strict=True):
+    @staticmethod
+    @contextmanager
+    def following(watches: Iterable[Watch]) -> Iterator[None]:
+        """Around a pass, or a part of one: what it changes itself, a counter, a table that it makes, is no change."""
+        before = [(part, part.flags()) for watch in watches for part in watch._parts]
+        yield
+        for part, agreed in before:
             part.follow(agreed)
 
     # ------------------------------------------------------------------------------------------ the walk
@@ -134,76 +129,63 @@ class Watch:
             self.tensors.append(x)
             self._settings.append((x, name, _OF_TENSORS))
         elif issubclass(kind, Node):
-            (value,) = self._add(lambda: (x.value,), lambda *_: f"{name}.value")
-            self._push(value, f"{name}.value")
+            self._add(lambda: (x.value,), lambda *_: f"{name}.value")
             self._settings.append((x, name, _OF_NODES))
         elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *PLAIN)):
-            self._content_of(x, kind, name)
+            if issubclass(kind, dict):
+                self._mapping(lambda: x, lambda key: f"{name}[{key!r}]")
+            elif issubclass(kind, _ITEMS):
+                self._items(x, name)
+            elif issubclass(kind, np.ndarray) and x.nbytes <= _LONGEST and not x.dtype.hasobject:
+                self._note(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
             if not is_library(kind):
                 self._object(x, kind, name)
         else:
-            self._look_at_code(x, kind, name, root)
-
-    def _content_of(self, x: Any, kind: type, name: str) -> None:
-        """Watches the items of a container, or an array."""
-        if issubclass(kind, dict):
-            self._mapping(x, lambda key: f"{name}[{key!r}]")
-        elif issubclass(kind, _ITEMS):
-            self._items(x, name)
-        elif issubclass(kind, np.ndarray) and x.nbytes <= _LONGEST and not x.dtype.hasobject:
-            self._add(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
+            if not issubclass(kind, wrapt.ObjectProxy):
+                self._look_at_code(x, kind, name, root)
+            elif hasattr(x, "_self_losses"):
+                self._note(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
+            if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
+                self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
 
     def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:  # noqa: C901  (a case for each kind)
         """Functions, classes and objects."""
-        if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
-            self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
-            if hasattr(x, "_self_losses"):
-                self._add(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
-        if issubclass(kind, wrapt.ObjectProxy):
-            return
         if self._generators and issubclass(kind, GENERATORS):
-            self._add(lambda: (drawn(x),), lambda *_: name)
+            self._note(lambda: (drawn(x),), lambda *_: name)
         elif self._generators and is_library(kind) and hasattr(kind, "__next__"):
-            self._add(lambda: position(x), lambda *_: name)
+            self._note(lambda: position(x), lambda *_: name)
             for part in gc.get_referents(x):  # what zip, map or enumerate go through
                 self._push(part, name)
         elif issubclass(kind, FunctionType):
             if root or not is_library(x):
                 self._names.found(x)
                 self._function(x, name)
-        elif issubclass(kind, BuiltinMethodType | MethodWrapperType):
-            self._push(x.__self__, name)
-        elif issubclass(kind, MethodType | staticmethod | classmethod | property | partial):
+        elif issubclass(kind, _METHODS):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
             self._push(bridge.own_attributes(x) or None, name)
         elif issubclass(kind, ContextVar):
-            (value,) = self._add(lambda: (x.get(None),), lambda *_: name)
-            self._push(value, name)
-        elif issubclass(kind, threading.local):  # what this thread has of it
-            self._mapping(ThreadsOwn(x), lambda key: f"{name}.{key}")
+            self._add(lambda: (x.get(None),), lambda *_: name)
+        elif issubclass(kind, threading.local):  # what this thread has of it: a new one may have an ended one's number
+            self._mapping(partial(threading.local.__getattribute__, x, "__dict__"), lambda key: f"{name}.{key}")
             self._push(kind, name)
-        elif issubclass(kind, weakref.ReferenceType):
+        elif issubclass(kind, (weakref.ReferenceType, *weakref.ProxyTypes)):
             self._through(x, name)
-        elif issubclass(kind, weakref.ProxyTypes):
-            self._through(partial(behind, x), name)
         elif issubclass(kind, type):
             if not is_library(x):
                 self._names.found_class(x)
-                self._mapping(vars(x), lambda key: f"{x.__qualname__}.{key}")
+                self._mapping(partial(vars, x), lambda key: f"{x.__qualname__}.{key}")
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
-            params = self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
-            for index, param in enumerate(params):
-                self._push(param, f"{name}.params[{index}]")
+            self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
             self.optimizers.append(x)
             self._settings.append((x, name, {"params"}))
         elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
             self._object(x, kind, name)
 
-    def _through(self, target: Callable[[], Any], name: str) -> None:
+    def _through(self, weak: Any, name: str) -> None:
         """Watches what a weak reference leads to, without holding it: its attributes are held, not the object."""
-        x = target()
-        self._add(lambda: (target() is None,), lambda *_: f"what {name} refers to")
+        x = behind(weak)
+        self._note(lambda: (behind(weak) is None,), lambda *_: f"what {name} refers to")
         if isinstance(x, MethodType):
             self._push(x.__func__, name)
             x = x.__self__
@@ -216,15 +198,13 @@ class Watch:
                 self._push(cls, name)
 
     def _object(self, x: Any, kind: type, name: str) -> None:
-        slots = [
-            slot for cls in kind.__mro__ for slot in vars(cls).copy().values() if isinstance(slot, MemberDescriptorType)
-        ]
+        slots = bridge.slots_of(kind)
         if not (slots or bridge.own_attributes(x) or not is_library(kind)):
             return
-        self._add(lambda: (type(x),), lambda *_: f"the class of {name}")
+        self._note(lambda: (type(x),), lambda *_: f"the class of {name}")
         self._attributes(x, bridge.own_attributes(x), name)
         if slots:
-            self._mapping(Slots(x, slots), lambda key: f"{name}.{key}")
+            self._mapping(lambda: bridge.values_in(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
 
@@ -235,18 +215,17 @@ class Watch:
         if self._hidden is None:
             unwatched: frozenset[str] = own.get("_unwatched", bridge.MADE_FROM_LAYERS)
             is_layer = is_library(type(x)) and isinstance(x, bridge.Module)
-            self._mapping(own, lambda key: f"{name}.{key}", unwatched, is_layer)
+            self._mapping(lambda: own, lambda key: f"{name}.{key}", unwatched, is_layer)
             return
         keys = [key for key in list(own) if not self._hidden(x, key)]  # one that comes later has decided nothing
         self._variables(own, keys, name)
 
-    def _variables(self, own: Mapping[str, Any], keys: Sequence[str], name: str) -> None:
-        """These of an object's attributes."""
-        if not keys:
-            return
-        seen = self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}")
-        for key, value in zip(keys, seen, strict=True):
-            self._push(value, f"{name}.{key}")
+    def _variables(
+        self, own: Mapping[str, Any], keys: Sequence[str], name: str, read_by: CodeType | None = None
+    ) -> None:
+        """These of an object's attributes, or of a module's."""
+        if keys:
+            self._add(lambda: (*map(own.get, keys),), lambda _, index: f"{name}.{keys[index]}", read_by)
 
     def _function(self, function: FunctionType, name: str) -> None:
         """Watches what a function finds outside: the variables around it, the globals that it names, its defaults, its
@@ -263,11 +242,7 @@ class Watch:
         def label(values: Values, index: int) -> str:
             return kept[index] if len(values) == len(kept) else f"attributes of {name}"
 
-        for index, value in enumerate(seen := self._add(read, label)):
-            if isinstance(value, ModuleType):
-                self._module_variables(value, function.__code__)
-            elif label(seen, index) != f"{name}.__wrapped__":
-                self._push(value, label(seen, index))
+        self._add(read, label, function.__code__)
         self._push(function.__kwdefaults__, name)
         for module in imported(function.__code__, scope):
             self._module_variables(module, function.__code__)
@@ -282,54 +257,48 @@ class Watch:
         names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
         if is_of_library(module.__name__):
             names = [name for name in names if issubclass(type(own[name]), MutableMapping | FunctionType)]
-        if not names:
-            return
-        seen = self._add(lambda: tuple(map(own.get, names)), lambda _, index: f"{module.__name__}.{names[index]}")
-        for name, value in zip(names, seen, strict=True):
-            if isinstance(value, ModuleType):
-                self._module_variables(value, code)
-            else:
-                self._push(value, f"{module.__name__}.{name}")
+        self._variables(own, names, module.__name__, code)
 
     def _items(self, x: Any, name: str) -> None:
         # whose methods no class of the user's replaces
         base: Any = next(base for base in _ITEMS if isinstance(x, base))
         if base.__len__(x) > _LONGEST:
-            self._add(lambda: (base.__len__(x),), lambda *_: name)
+            self._note(lambda: (base.__len__(x),), lambda *_: name)
             return
 
         def read() -> Values:  # of a set, to which a thread or a collection may add meanwhile, a copy's
             return (*base.__iter__(set.copy(x) if base is set else x),)
 
-        if base in (tuple, frozenset):
-            items = read()
-        else:
-            items = self._add(read, lambda values, index: f"{name}[{index}]" if values else f"len({name})")
-        for index, item in enumerate(items):
+        if base not in (tuple, frozenset):
+            self._add(read, lambda values, index: f"{name}[{index}]" if values else f"len({name})")
+            return
+        for index, item in enumerate(read()):
             self._push(item, f"{name}[{index}]")
 
     def _mapping(
         self,
-        x: Mapping[Any, Any],
+        content: Callable[[], Mapping[Any, Any]],
         label: Callable[[Any], str],
         hidden: frozenset[str] = frozenset(),
         is_library: bool = False,
     ) -> None:
+        x = content()
         base: Any = dict if isinstance(x, dict) else type(x)  # whose methods no class of the user's replaces
         if base.__len__(x) > _LONGEST:
-            self._add(lambda: (base.__len__(x),), lambda *_: label("..."))
+            self._note(lambda: (base.__len__(content()),), lambda *_: label("..."))
             return
 
         def read() -> Values:
+            x = content()
             return (*base.keys(x), *base.values(x))
 
         def shown() -> Values:
-            kept = dict(x)
+            kept = dict(content())
             for key in hidden:
                 kept.pop(key, None)
             return (*kept, *kept.values())
 
-        seen = self._add(
+        seen = self._note(
             shown if hidden else read,
             lambda values, index: (
                 label(values[index % (len(values) // 2)]) if len(values) > 1 else label("(more or fewer)")
@@ -341,7 +310,19 @@ class Watch:
             if key not in _ABOUT_CODE:
                 self._push(value, label(key))
 
-    def _add(self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False) -> Values:
+    def _add(
+        self, read: Callable[[], Values], label: Callable[[Values, int], str], read_by: CodeType | None = None
+    ) -> None:
+        """Notes a place, and has looked into what is there; into a module for what the code that reads it names."""
+        for index, value in enumerate(seen := self._note(read, label)):
+            if read_by is not None and isinstance(value, ModuleType):
+                self._module_variables(value, read_by)
+            else:
+                self._push(value, label(seen, index))
+
+    def _note(
+        self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False
+    ) -> Values:
         """Notes a place; what is there now. What is pushed is to come from this: another thread, a trace or a
         collection may change the place meanwhile, and what is seen and what is looked into would be two states."""
         self._parts.append(WatchedPart(read, label, read(), is_library))

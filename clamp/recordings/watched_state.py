@@ -1,6 +1,5 @@
-"""State that is watched on the host: a place where values are kept, and objects that keep theirs in other places than a
-dict; whether they are what they were, and what random generators and iterators have come to, on which all that is drawn
-from them later depends."""
+"""State that is watched on the host: a place where values are kept, whether they are what they were, and what random
+generators and iterators have come to, on which all that is drawn from them later depends."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ import gc
 import io
 import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_, length_hint
-from types import GeneratorType, MemberDescriptorType, MethodType
+from types import GeneratorType, MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,50 +72,12 @@ def is_same(now: Any, seen: Any) -> bool:
     return (bool(now == seen) or now != now) and repr(now) == repr(seen)  # -0.0, nan
 
 
-class Slots(Mapping[str, Any]):
-    """The attributes that an object keeps without a dict, as a dict."""
-
-    def __init__(self, owner: Any, slots: list[MemberDescriptorType]) -> None:
-        self._owner, self._slots = owner, {slot.__name__: slot for slot in slots}
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._slots[name].__get__(self._owner)
-        except AttributeError:  # not assigned yet
-            return None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-
-class ThreadsOwn(Mapping[str, Any]):
-    """This thread's values of a ``threading.local``. A new thread may have the number of one that has ended, and so its
-    recordings."""
-
-    def __init__(self, local: threading.local) -> None:
-        self._local = local
-
-    def __getitem__(self, name: str) -> Any:
-        return self._own()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._own()))
-
-    def __len__(self) -> int:
-        return len(self._own())
-
-    def _own(self) -> dict[str, Any]:
-        own: dict[str, Any] = threading.local.__getattribute__(self._local, "__dict__")
-        return own
-
-
-def behind(proxy: Any) -> Any:
-    """A weak proxy; None when what it stands for is gone."""
+def behind(weak: Any) -> Any:
+    """What a weak reference leads to, or a weak proxy itself; None when that is gone."""
+    if issubclass(type(weak), weakref.ReferenceType):
+        return weak()
     try:
-        return proxy if proxy.__class__ else None
+        return weak if weak.__class__ else None
     except ReferenceError:
         return None
 
