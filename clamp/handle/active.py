@@ -72,7 +72,7 @@ class AmpHandle:
         self._region = region
         guards = StepGuards(check_finite=check_finite)
         self._patches = Patches(region.policies, registrations, guards.step, by_module=region.modules is not None)
-        self._scaling = PassScaling(make_scaler, num_losses, guards, self._patches.steps.guard, on_overflow)
+        self._scaling = PassScaling(make_scaler, num_losses, guards, self._patches.guard, on_overflow)
         guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
         self._log = RunLog(region, self._scaling)
         self._attribution = Attribution(self._steps, self._log.losses)

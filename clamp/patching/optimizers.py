@@ -6,13 +6,11 @@ What netcl's own functions do not know of masters is met here, too.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, ValuesView
 from functools import partial
 from typing import Any
 
 import numpy as np
-import wrapt
 from netcl.optim import clip
 
 from clamp import bridge
@@ -21,54 +19,14 @@ from clamp.casting.arguments import tensors_in
 from clamp.opencl.host_steps import host_step, host_value, recorder
 from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, masters, updates
-from clamp.patching.patch_registry import OPTIMIZER_METHODS, meets, meets_in_optimizers
-from clamp.patching.redirect import Bindings
+from clamp.patching.patch_registry import meets, meets_in_optimizers
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Installed, Wrapper
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.manual import begin_anew
 
 
-class _OwnStep(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """The guarded ``step`` of one optimizer."""
-
-
-class Steps:
-    """The guard over ``step``, on optimizers of any class.
-
-    Args:
-        step: the guard; it decides whether the optimizer's own step runs.
-    """
-
-    def __init__(self, bindings: Bindings, step: Wrapper) -> None:
-        self._bindings = bindings
-        self._guarded = _guarded(step)
-
-    def wrap(self, optimizer_class: type) -> None:
-        """Puts the guard over ``step`` of the class that defines it for this optimizer class, and wrappers over others.
-
-        ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
-        """
-        for name, wrapper in {**OPTIMIZER_METHODS, "step": self._guarded}.items():
-            owner = next((base for base in optimizer_class.__mro__ if name in vars(base)), None)
-            if owner is not None:
-                self._bindings.wrap(owner, name, wrapper)
-
-    def guard(self, optimizer: Any) -> None:
-        """Puts the guard over an optimizer's ``step``, and over one that stands on it and hides that of its class."""
-        self.wrap(type(optimizer))
-        step = getattr(optimizer, "__dict__", {}).get("step")
-        if step is None or isinstance(step, _OwnStep):
-            return
-        guarded, reference = self._guarded, weakref.ref(optimizer)
-
-        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
-
-        self._bindings.set(optimizer, "step", _OwnStep(step, call))
-
-
-def _guarded(step: Wrapper) -> Wrapper:
+def guarded(step: Wrapper) -> Wrapper:
     """``optimizer.step`` under ``step``, its guard, which every replay makes anew, with what clamp has a version of.
 
     That is of those that update all parameters in one launch (params/updates.py); and ``AdamW.step(max_norm=)``, which

@@ -21,9 +21,10 @@ from clamp.casting.registry import Function
 from clamp.functions import OWNED
 from clamp.params.optim import Adam8bit, AdamW8bit
 from clamp.patching import backward, collectives, netcl_fixes, tensors  # noqa: F401  (for what they meet)
-from clamp.patching.optimizers import Steps
+from clamp.patching.optimizers import guarded
 from clamp.patching.patch_registry import (
     BEFORE_REMOVAL,
+    OPTIMIZER_METHODS,
     REPLACEMENTS,
     WRAPPERS,
     listen,
@@ -54,6 +55,7 @@ class Patches:
     """The wrappers of one ``init``, from ``install`` to ``remove``.
 
     Args:
+        step: the guard over ``step`` of optimizers; it decides whether an optimizer's own step runs.
         by_module: whether modules have rules, so that their calls are wrapped.
     """
 
@@ -64,19 +66,41 @@ class Patches:
         self._registrations = list(registrations)
         self._by_module = by_module
         self._bindings = Bindings()
-        self.steps = Steps(self._bindings, step)
+        self._guarded = guarded(step)
 
     def guard_masters(self, optimizers: Iterable[Any]) -> None:
         """Guards optimizers that step masters, and those of their classes under all patches to come."""
         for optimizer in optimizers:
-            self.steps.guard(optimizer)
+            self.guard(optimizer)
             _OF_MASTERS.add(type(optimizer))
+
+    def guard(self, optimizer: Any) -> None:
+        """Puts the guard over an optimizer's ``step``, and over one that stands on it and hides that of its class."""
+        self._guard_class(type(optimizer))
+        if getattr(optimizer, "__dict__", {}).get("step") is None:
+            return
+        guarded, reference = self._guarded, weakref.ref(optimizer)
+
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
+
+        self._bindings.wrap(optimizer, "step", call)
+
+    def _guard_class(self, optimizer_class: type) -> None:
+        """Puts the guard over ``step`` of the class that defines it for this optimizer class, and wrappers over others.
+
+        ``zero_grad`` gets to know the gradients of 16-bit parameters, ``state_dict`` the parameters added meanwhile.
+        """
+        for name, wrapper in {**OPTIMIZER_METHODS, "step": self._guarded}.items():
+            owner = next((base for base in optimizer_class.__mro__ if name in vars(base)), None)
+            if owner is not None:
+                self._bindings.wrap(owner, name, wrapper)
 
     def install(self) -> None:
         """Wraps everything; on an error nothing stays wrapped."""
         try:
             for optimizer_class in (SGD, Momentum, Adam, AdamW, RMSProp, Adam8bit, AdamW8bit, *_OF_MASTERS):
-                self.steps.wrap(optimizer_class)
+                self._guard_class(optimizer_class)
             self._wrap_in(sys.modules)
             for one in self._registrations:
                 if one.full_name not in self._policies:

@@ -278,14 +278,12 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
     return call
 
 
-#: the recordings that can be replayed
-_recordings: weakref.WeakKeyDictionary[KernelCapture, _Recording] = weakref.WeakKeyDictionary()
 _running: list[tuple[KernelCapture, _Recording]] = []  # at most one: netcl patches cl.Kernel for all threads
 
 
 def recording_of(capture: KernelCapture) -> _Recording | None:
     """The recording that a capture holds; None if it was made without clamp, or not at all."""
-    return _recordings.get(capture)
+    return getattr(capture, "_clamp_recording", None)
 
 
 @meets("netcl.runtime.capture.KernelCapture.begin")
@@ -324,7 +322,7 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
             settle_late()
         recording.stop()
         launches = wrapped()
-        _recordings[instance] = recording
+        instance._clamp_recording = recording
         _running.clear()
     except BaseException:
         instance.clear()
@@ -383,8 +381,8 @@ BEFORE_REMOVAL.append(_abandon)
 
 
 def _forget(capture: KernelCapture) -> None:
-    recording = _recordings.get(capture)
+    recording = recording_of(capture)
     if recording is not None:
         capture._launches.clear()
         recording.close()
-        _recordings.pop(capture, None)
+        capture._clamp_recording = None

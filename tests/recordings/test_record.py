@@ -32,7 +32,7 @@ from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, scaled_backward, stepping, weights_of
 from tests.ops.test_reduce import as_gpu
-from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
 from tests.reference import to_device, to_numpy
 
 Step = Callable[..., Any]  # of a run, and a batch
@@ -82,18 +82,6 @@ class Run:
         return [*weights_of(self.model), *grads, self.handle.loss_scale, reports]
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for x, y in zip(one, other, strict=True):
-            assert_same(x, y)
-    elif isinstance(one, np.ndarray):
-        np.testing.assert_array_equal(one, other)
-    else:
-        assert one == other
-
-
 def compare(
     queue: cl.CommandQueue, step: Step, calls: int = 9, recordings: int | None = 1,
     batches: list[np.ndarray] = BATCHES, between: Callable[[Run, int], Any] = lambda run, index: None,
@@ -128,11 +116,7 @@ def compare(
         kept.append(seen)
         if is_recorded and recordings is not None:
             assert call.recordings == recordings
-    for index, (got, want) in enumerate(zip(kept[1], kept[0], strict=True)):
-        try:
-            assert_same(got, want)
-        except AssertionError as error:
-            raise AssertionError(f"call {index}") from error
+    assert_same(kept[1], kept[0])
 
 
 def same_as_eager(play: Callable[[Callable[[Step], Any]], Any]) -> None:
