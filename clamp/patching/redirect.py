@@ -251,9 +251,10 @@ class Bindings:
         it; anything else under this name, once."""
         is_module = isinstance(owner, ModuleType)
         stands = getattr(owner, name) if is_module else wrapt.resolve_path(owner, name)[2]
+        function = stands.__func__ if type(stands) is classmethod else stands
         own_name = f"{getattr(owner, '__qualname__', '')}.{name}"
-        if type(stands) is FunctionType and (is_module or stands.__qualname__ == own_name):
-            self.redirect(stands, wrapper, how if is_module else "bound", passes)
+        if type(function) is FunctionType and (is_module or function.__qualname__ == own_name):
+            self.redirect(function, wrapper, how if is_module else "bound", passes)
         elif not any(ours is stands for _, _, _, ours in self._undo):
             self.set(owner, name, wrapt.FunctionWrapper(stands, wrapper))
 

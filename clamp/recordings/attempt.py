@@ -44,18 +44,15 @@ class Attempt(KernelCapture):  # type: ignore[misc]
 
     Args:
         watch: what the code must not change itself, but in host steps.
-        compares: whether it is only to be compared with an earlier one (comparison.py): nobody will replay it.
-        together: which weights were cast together in that.
+        together: which weights an earlier one cast together that this is only to be compared with (comparison.py):
+            nobody will replay it.
         raises: whether what no replay could do is an error, in the user's code, and does not end it.
     """
 
-    def __init__(
-        self, watch: Watch, compares: bool = False, raises: bool = False,
-        together: Together | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, watch: Watch, together: Together | None = None, raises: bool = False) -> None:
         super().__init__()
         self.together = {} if together is None else together
-        self.compares, self.raises = compares, raises
+        self.compares, self.raises = together is not None, raises
         self.why = ""  # it was given up; empty if it was not
         self.uploads: list[Upload] = []  # in the order in which they were made
         self.watch = watch

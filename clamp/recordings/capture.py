@@ -55,7 +55,7 @@ class _Recording:
         self._undo: list[tuple[Any, str, Any]] = []
         self.together: Together = getattr(capture, "together", {})  # of `weights`
         self._before: list[Seen] = []  # the tensors that there were when it began
-        self._modules: ModuleNotes | None = None  # while it is under way
+        self._modules = ModuleNotes()  # of one that only this knows; what an attempt reads is watched from its function
         self.begun_by: With | None = None
 
     def start(self, begin: Callable[[], None]) -> None:
@@ -64,8 +64,9 @@ class _Recording:
         begin()
         weight_cache.recorded_by, weight_cache.together = threading.get_ident(), self.together
         weight_cache.clear()
-        if not getattr(self._capture(), "compares", False):  # nobody asks what that depends on
-            self._before, self._modules = living_tensors(), ModuleNotes()
+        capture = self._capture()
+        if not getattr(capture, "compares", False):  # nobody asks what that depends on
+            self._before = living_tensors()
         memory.keepers.add(self.keeps)
         for pool in [*netcls_memory._PERSISTENT_POOLS.values()]:
             memory.watch_pool(pool)
@@ -79,11 +80,10 @@ class _Recording:
         for name in ("to_host", "to_host_async"):
             self._replace_here(Tensor, name, _refused(f"Tensor.{name}", _READ_ADVICE))
         self._replace_here(Tensor, "from_host", self._upload)
-        modules = self._modules
-        for cls in bridge.module_classes() if modules is not None else ():
+        for cls in () if isinstance(capture, Attempt) else bridge.module_classes():
             for name in ("forward", "__call__"):
-                if modules is not None and callable(vars(cls).get(name)):
-                    self._replace(cls, name, partial(modules.noting, is_on=self._is_on))
+                if callable(vars(cls).get(name)):
+                    self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))
         set_recorder(self)
 
     def put_back(self) -> None:
@@ -100,9 +100,9 @@ class _Recording:
         weight_cache.clear()
         capture = self._capture()
         own = {address for pool in self._pools.values() for address in pool.given}
-        if capture is not None and self._modules is not None:
+        if capture is not None and not getattr(capture, "compares", False):
             capture._clamp_dependencies = Dependencies(capture, self._before, own, self._modules)
-        self._before, self._modules = [], None  # what leads back to the capture must not keep its memory
+        self._before, self._modules = [], ModuleNotes()  # what leads back to the capture must not keep its memory
         self._note_addresses()
         released, self._kept = self._kept, []
         for pool, handle in released:

@@ -90,7 +90,6 @@ class RecordedFunction:
         self._variants = Variants(self._name, self._code)
         self._lock = threading.RLock()
         self._warned = False
-        self._numbers = weakref.WeakKeyDictionary[Watch, tuple[Any, ...]]()  # returned by the run that a state is from
         self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
         self._given: list[weakref.ref[Node]] = []  # by one run, with graphs: backward may come yet
         self._waits = 0  # calls that were not recorded for that
@@ -144,7 +143,7 @@ class RecordedFunction:
         if call.trouble:
             self._say(call.trouble)
         else:
-            recorded = self._variants.find(key, call.tensors, known)
+            recorded = self._variants.find(key, lambda one: one.misfit(call.tensors, known))
         if recorded is not None and not recorded.is_due:
             return self._replay(call, known, recorded)
         if call.trouble or self._variants.runs_always(key):
@@ -178,7 +177,7 @@ class RecordedFunction:
             result = self.__wrapped__(*call.args, **call.kwargs)
         watch = Watch(self._roots(call))
         self._variants.ran(key, watch)
-        self._numbers[watch] = _numbers_in(result)
+        watch.returned = _numbers_in(result)
         given = [x for x in leaves_of(result) if isinstance(x, Node) and graphs.is_computed_from_trained(x)]
         for x in given:
             graphs.ask_before_backward(x, self._graph_is_used)
@@ -310,7 +309,7 @@ class RecordedFunction:
         late = any(bridge.is_weight(x) for x in others if id(x) not in given)
         if late:
             return "it trains tensors that are new in each call. Make them outside of it"
-        numbers = zip(_numbers_in(result), self._numbers.get(before, ()), strict=False)
+        numbers = zip(_numbers_in(result), before.returned, strict=False)
         if any(not is_host_value(now) and not is_same(now, last) for now, last in numbers):
             return "it returns a number that is another one in each call, and would be the same in all replays"
         return ""

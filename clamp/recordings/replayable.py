@@ -106,7 +106,7 @@ class Replayable:
 
     def attempt_to_compare(self, before: Watch) -> Attempt:
         """Returns what records the same call once more, to be compared with this."""
-        return Attempt(before, compares=True, together=self._recording.together)
+        return Attempt(before, self._recording.together)
 
     def _note_results(self, result: Any) -> None:
         self._result = self._mapped(result, self._kept)
@@ -206,14 +206,12 @@ class Replayable:
         1,000th."""
         return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
 
-    def unlike_gradients(self, known: Known) -> str:
-        """Returns what of the gradients that are there is not as it was; empty if it is all as it was."""
-        return self._gradients.change(known)
-
-    def misfit(self, inputs: Sequence[Tensor]) -> str:
-        """Returns why a call with these tensors cannot replay it; empty if it can."""
-        given = [*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]]
-        return self.plan.misfit(given) if self.watch.holds() else self.watch.change()
+    def misfit(self, inputs: Sequence[Tensor], known: Known) -> str:
+        """Returns why a call with these tensors, and the gradients that are there, cannot replay it; empty if it
+        can."""
+        if change := self._gradients.change(known) or ("" if self.watch.holds() else self.watch.change()):
+            return change
+        return self.plan.misfit([*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]])
 
     def replay(self, call: Arguments, known: Known) -> Any:
         """Does what the function does, and returns what it returns."""
@@ -347,8 +345,8 @@ class InPlace(Replayable):
     def _note_inputs(self) -> None:
         self._inputs, self._entered = list(range(len(self._call.tensors))), []
 
-    def unlike_gradients(self, known: Known) -> str:
-        return ""  # it finds none
+    def misfit(self, inputs: Sequence[Tensor], known: Known) -> str:
+        return self.plan.misfit(inputs) if self.watch.holds() else self.watch.change()  # it finds no gradients
 
     def _leave(self, call: Arguments, made: dict[int, Tensor], found: Container[int]) -> None:
         for tensor, grad in self._exits:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from clamp.bridge import Tensor, address_of
 from clamp.recordings.arguments import Key, what_differs
-from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.watch import Watch
 from clamp.scaling.step_guard import are_steps_withheld
@@ -74,11 +73,11 @@ class Variants:
         """Returns how many there are."""
         return sum(len(kind.kept) for kind in self._kinds.values())
 
-    def find(self, key: Key, inputs: Sequence[Tensor], known: Known) -> Replayable | None:
-        """A recording that gives what running the pass on these inputs gives now; None if there is none.
+    def find(self, key: Key, misfit: Callable[[Replayable], str]) -> Replayable | None:
+        """A recording that gives what running the pass gives now; None if there is none.
 
         Args:
-            known: of the gradients that are there.
+            misfit: returns why a recording does not; empty if it does.
         """
         if self._never and self._kinds:
             self.clear()
@@ -91,7 +90,7 @@ class Variants:
             return None
         self._make_newest(key, kind)
         for recorded in reversed(kind.kept):
-            kind.why = recorded.unlike_gradients(known) or recorded.misfit(inputs)
+            kind.why = misfit(recorded)
             if not kind.why:
                 kind.unused = self._new_states = 0
                 recorded.calls += 1

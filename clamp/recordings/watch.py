@@ -76,6 +76,7 @@ class Watch:
     ) -> None:
         self.tensors: list[Tensor] = []  # that were met
         self.optimizers: list[Any] = []  # that were met
+        self.returned: tuple[Any, ...] = ()  # numbers, by the run that it was looked at after
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators

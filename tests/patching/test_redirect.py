@@ -46,6 +46,7 @@ from tests.reference import quantize, to_device, to_numpy
 
 Function = Callable[..., Any]
 METHODS: tuple[Any, ...] = (SGD.step, SGD.zero_grad, Tensor.to_host, Tape.backward, Sequential.forward)
+METHODS += (vars(Tensor)["from_host"].__func__,)
 
 LISTED: dict[str, Any] = {
     entry.name: vars(sys.modules[entry.module])[entry.function]
@@ -211,8 +212,9 @@ def test_netcls_names_stay_the_identical_objects(tmp_path: Path, monkeypatch: py
 
 
 def test_methods_bound_before_are_clamps(queue: cl.CommandQueue) -> None:
-    read = to_device(queue, [1.0, 2.5], "bfloat16").to_host
+    read, make = to_device(queue, [1.0, 2.5], "bfloat16").to_host, Tensor.from_host
     with amp.init():
+        assert make(queue, np.array([1.0, 2.5]), "bfloat16").to_host().tolist() == [1.0, 2.5]
         np.testing.assert_array_equal(read(), np.array([1.0, 2.5], np.float32), strict=True)
     assert read().dtype == np.uint16
 
