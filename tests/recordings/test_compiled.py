@@ -6,7 +6,7 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,8 +128,8 @@ def test_a_replayed_step_is_the_eager_step(
     assert_same([expected[5][1:-3]], [expected[4][1:-3]])
     with init(dtype) as handle:
         run = Trainer(queue, handle, optimizer)
-        graph = CompiledGraph(run.params)
-        actual, loss, inputs = [], None, list[Tensor]()
+        play = played("graph", run.step if whole else run.backward, run.params)
+        actual, inputs = [], list[Tensor]()
         for step, (x, y) in enumerate(zip(batches, TARGETS, strict=True)):
             run.change_settings(step)
             if inputs and data == "written into the recorded ones":
@@ -137,10 +137,7 @@ def test_a_replayed_step_is_the_eager_step(
                     tensor.write(new)
             else:
                 inputs = [to_device(queue, x), to_device(queue, y)]
-            if graph.is_compiled:
-                graph.replay(inputs)
-            else:
-                loss = record(graph, run.step if whole else run.backward, *inputs)
+            loss = play(*inputs)
             if not whole:
                 run.optimizer.step()
             assert all(param.grad is not None for param in run.params)
@@ -157,6 +154,25 @@ def record(graph: CompiledGraph, step: Callable[..., Any], *inputs: Tensor) -> A
     return result
 
 
+def played(how: str, step: Callable[..., Any], params: Sequence[Tensor] = ()) -> Callable[..., Any]:
+    """A step as it is ("eager"), or recorded in its first call, by a "graph" or a "capture", and replayed in others,
+    which return what the first did."""
+    graph, capture, made = CompiledGraph(list(params)), KernelCapture(), list[Any]()
+
+    def call(*inputs: Tensor) -> Any:
+        if made:
+            graph.replay(list(inputs)) if how == "graph" else capture.replay()
+        elif how == "graph":
+            made.append(record(graph, step, *inputs))
+        else:
+            capture.begin()
+            made.append(step(*inputs))
+            capture.end()
+        return made[0]
+
+    return step if how == "eager" else call
+
+
 def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> None:
     """A KernelCapture holds a whole step, host decisions included; netcl's one list for all graphs mixes nothing up."""
     x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
@@ -165,15 +181,12 @@ def test_bare_captures_and_two_graphs_side_by_side(queue: cl.CommandQueue) -> No
         expected = [run.result(run.step(x, y)) for _ in range(6)]
     with init() as handle:
         run = Trainer(queue, handle, "sgd")
+        play = played("capture", run.step)
+        assert_same([run.result(play(x, y)) for _ in range(6)], expected)
         capture = KernelCapture()
         capture.begin()
-        loss = run.step(x, y)
+        run.step(x, y)
         capture.end()
-        actual = [run.result(loss)]
-        for _ in range(5):
-            capture.replay()
-            actual.append(run.result(loss))
-        assert_same(actual, expected)
         pointer = x.buffer.int_ptr
         capture.replay_with_new_buffers({pointer: to_device(queue, BATCHES[1]).buffer})
         with pytest.raises(ValueError, match="no recorded launch has a buffer"):
@@ -463,7 +476,7 @@ def test_a_compiled_forward_pass_takes_a_computed_sample(queue: cl.CommandQueue,
 def test_an_optimizer_with_masters_steps_in_replays(queue: cl.CommandQueue) -> None:
     """16-bit parameters: every replay unscales into the masters and writes the parameters back."""
 
-    def weights(record_it: bool) -> np.ndarray:
+    def weights(how: str) -> np.ndarray:
         with init() as handle:
             weight = Parameter.from_host(
                 queue, np.linspace(-1, 1, 48, dtype=np.float16).reshape(16, 3), dtype="float16"
@@ -477,25 +490,20 @@ def test_an_optimizer_with_masters_steps_in_replays(queue: cl.CommandQueue) -> N
                 scaled_backward(handle, loss, optimizer)
                 optimizer.step()
 
-            if record_it:
-                graph = CompiledGraph([])
-                record(graph, step, x)
-                for _ in range(4):
-                    graph.replay([x])
-            else:
-                for _ in range(5):
-                    step(x)
+            play = played(how, step)
+            for _ in range(5):
+                play(x)
             return weight.to_host().copy()
 
-    eagerly = weights(False)
+    eagerly = weights("eager")
     assert (eagerly != np.linspace(-1, 1, 48, dtype=np.float16).reshape(16, 3)).any()
-    np.testing.assert_array_equal(weights(True), eagerly)
+    np.testing.assert_array_equal(weights("graph"), eagerly)
 
 
 def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
     """Each replay's gradients are scaled anew, and said to be: the scaler divides them again."""
 
-    def weights(record_it: bool) -> list[Any]:
+    def weights(how: str) -> list[Any]:
         run = Trainer(queue, None, "adam")
         scaler = amp.GradScaler(init_scale=1024.0, growth_interval=2)
 
@@ -508,14 +516,9 @@ def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
         inputs = [to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])]
         backward(*inputs)
         run.optimizer.zero_grad()
-        graph = CompiledGraph(run.params)
-        for step in range(4):
-            if not record_it:
-                backward(*inputs)
-            elif step:
-                graph.replay(inputs)
-            else:
-                record(graph, backward, *inputs)
+        play = played(how, backward, run.params)
+        for _ in range(4):
+            play(*inputs)
             scaler.step(run.optimizer)
             scaler.update()
         assert scaler.get_scale() == 4096.0
@@ -525,19 +528,14 @@ def test_a_pytorch_scaler_steps_after_replays(queue: cl.CommandQueue) -> None:
             scaler.step(run.optimizer)
             scaler.update()
 
-        graph = CompiledGraph(run.params)
-        for step in range(4):
+        play = played(how, whole, run.params)
+        for _ in range(4):
             run.optimizer.zero_grad()
-            if not record_it:
-                whole(*inputs)
-            elif step:
-                graph.replay(inputs)
-            else:
-                record(graph, whole, *inputs)
+            play(*inputs)
         assert scaler.get_scale() == 16384.0
         return weights_of(run.model)
 
-    assert_same([weights(True)], [weights(False)])
+    assert_same(weights("graph"), weights("eager"))
     amp.init().shutdown()  # takes autocast's patches away
 
 
@@ -549,7 +547,7 @@ def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQ
     """Fused AdamW does at its first real step, which comes late when the first steps overflow."""
     batches = poisoned(BATCHES[:7], 0, 1)
 
-    def run(records: bool) -> list[list[Any]]:
+    def run(how: str) -> list[list[Any]]:
         with init() as handle:
             run = Trainer(queue, handle, "sgd")
             run.model = wide(queue)
@@ -557,32 +555,19 @@ def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQ
             run.optimizer = AdamW(run.params, lr=0.01)
             x, y = to_device(queue, batches[0]), to_device(queue, TARGETS[0])
             whole = kind != "graph"
-            play = None
+            play = played(how, run.step if whole else run.backward, run.params)
             found = []
             for batch in batches:
                 x.write(batch)
-                if play is not None:
-                    play()
-                elif not records:
-                    loss = run.step(x, y) if whole else run.backward(x, y)
-                elif kind == "capture":
-                    capture = KernelCapture()
-                    capture.begin()
-                    loss = run.step(x, y)
-                    capture.end()
-                    play = capture.replay
-                else:
-                    graph = CompiledGraph(run.params)
-                    loss = record(graph, run.step if whole else run.backward, x, y)
-                    play = lambda graph=graph: graph.replay([x, y])  # noqa: E731
+                loss = play(x, y)
                 if not whole:
                     run.optimizer.step()
                 found.append(run.result(loss))
             return found
 
-    results = run(True)
+    results = run(kind.partition(" ")[0])
     assert (results[-1][1] != results[2][1]).any()
-    assert_same(results, run(False))
+    assert_same(results, run("eager"))
 
 
 def _other_weight(queue: cl.CommandQueue, model: Any) -> None:

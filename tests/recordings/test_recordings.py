@@ -21,13 +21,12 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.autograd import engine
-from netcl.autograd.graph import CompiledGraph
 from netcl.core.tensor import reshape
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Dropout, LeakyReLU, Linear, Module
 from netcl.ops import elementwise
 from netcl.optim import SGD, AdamW
-from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
+from netcl.runtime.capture import CapturedKernelLaunch
 
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor, device_memory
@@ -37,7 +36,7 @@ from clamp.recordings.memory import keepers
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
-from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned, wide
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, played, poisoned, wide
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -82,7 +81,22 @@ class Times(Clamps):
         return ag.mul(x, self.factor if factor is None else float(factor))
 
 
-def recorded(graph: amp.Graph, *inputs: Any) -> amp.Graph:
+def graph_of(
+    build: Callable[..., Any], optimizer: Any = None, scaler: Any = None, dtype: str | None = None, **attributes: Any
+) -> Any:
+    """A graph whose ``build`` is this function of it and its inputs, under AMP if a dtype is given."""
+    graph: Any = type("Made", (amp.Graph,), {"build": build})()
+    vars(graph).update(attributes)
+    if dtype is not None:
+        graph.config.enable_amp(True, dtype=dtype)
+    if optimizer is not None:
+        graph.add_optimizer(optimizer)
+    if scaler is not None:
+        graph.set_grad_scaler(scaler)
+    return graph
+
+
+def recorded(graph: Any, *inputs: Any) -> Any:
     """A graph after enough calls to replay."""
     for _ in range(3):
         graph(*inputs)
@@ -297,12 +311,8 @@ def test_tensors_that_shared_memory_and_part_are_recorded_anew(queue: cl.Command
     weight = to_device(queue, np.full((12, 10), 2.0))
     view = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
 
-    class Both(Infer):
-        def build(self, x: Any) -> Any:
-            self.builds.append(1)
-            return ag.add(ag.mul(x, ag.tensor(weight)), ag.tensor(view))
-
-    graph = recorded(Both(None), x_of(queue))
+    both = graph_of(lambda self, x: ag.add(ag.mul(x, ag.tensor(weight)), ag.tensor(view)), dtype="float32")
+    graph = recorded(both, x_of(queue))
     view.buffer = to_device(queue, np.full((12, 10), 5.0)).buffer
     np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0] * 2 + 5)
     assert_as_fresh(graph, x_of(queue))
@@ -372,16 +382,10 @@ def test_modes_and_settings_are_seen_wherever_a_module_is_kept(queue: cl.Command
     nested.parts[0]["a"] = (dropout,)
     kept = {"list": [dropout], "dict": {"x": dropout}, "tuple": ((dropout,),), "module in a module": nested}[where]
 
-    class Uses(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config.enable_amp(True, dtype="float32")
-            self.kept = kept
+    def build(self: Any, x: Any) -> Any:
+        return nested(x) if where == "module in a module" else dropout(x)
 
-        def build(self, x: Any) -> Any:
-            return nested(x) if where == "module in a module" else dropout(x)
-
-    graph = recorded(Uses(), x_of(queue))
+    graph = recorded(graph_of(build, dtype="float32", kept=kept), x_of(queue))
     assert (graph(x_of(queue)).to_host() == 0).any()
     dropout.training = False
     np.testing.assert_array_equal(graph(x_of(queue)).to_host(), BATCHES[0])
@@ -436,44 +440,25 @@ DROPS: dict[str, Callable[[Node], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["record", "graph", "capture", "compiled"])
+@pytest.mark.parametrize("how", ["record", "Graph", "capture", "graph"])
 @pytest.mark.parametrize("kind", DROPS)
 @pytest.mark.parametrize("dtype", ["off", "float16"])
 def test_what_replays_drop_out_is_what_eager_runs_draw(queue: cl.CommandQueue, kind: str, dtype: str, how: str) -> None:
     drop, x = DROPS[kind], to_device(queue, np.ones(64))
 
-    class Drop(amp.Graph):
-        def build(self, x: Node) -> Any:
-            return drop(x)
-
     def captured() -> Callable[[Node], Any]:
-        capture, graph, made = KernelCapture(), CompiledGraph([]), []
-
-        def call(x: Node) -> Any:
-            if made:
-                capture.replay() if how == "capture" else graph.replay([x.value])
-                return made[0]
-            drop(x)  # builds the kernel
-            np.random.seed(7)
-            if how == "capture":
-                capture.begin()
-                made.append(drop(x))
-                capture.end()
-            else:
-                with graph:
-                    made.append(drop(x))
-                graph.compile([x.value])
-            return made[0]
-
-        return call
+        play = played(how, lambda x: drop(Node(value=x)))
+        drop(Node(value=x))  # builds the kernel
+        return lambda node: play(node.value)
 
     def draws(call: Callable[[Node], Any]) -> list[Any]:
         np.random.seed(7)
         return [(out if isinstance(out := call(Node(value=x)), Tensor) else out.value).to_host() for _ in range(5)]
 
+    ways = {"record": lambda: amp.record(drop), "Graph": lambda: graph_of(lambda self, x: drop(x))}
     with amp.init(), amp.autocast(enabled=dtype != "off"):
         want = draws(drop)
-        got = draws({"record": lambda: amp.record(drop), "graph": Drop}.get(how, captured)())
+        got = draws(ways.get(how, captured)())
     assert len({one.tobytes() for one in want}) == len({one.tobytes() for one in got}) == 5
     for one, other in zip(got, want, strict=True) if dtype != "off" else ():  # netcl's own draws elsewhere
         np.testing.assert_array_equal(one, other)
@@ -547,11 +532,7 @@ def test_parameters_that_join_and_leave_an_optimizer_are_seen(queue: cl.CommandQ
 
 
 def test_regions_lists_and_grad_mode_around_the_call_are_seen(queue: cl.CommandQueue) -> None:
-    class Product(amp.Graph):
-        def build(self, x: Any) -> Any:
-            return ag.matmul_op(x, ag.permute(x, (1, 0)))
-
-    graph = Product()
+    graph = graph_of(lambda self, x: ag.matmul_op(x, ag.permute(x, (1, 0))))
 
     def dtype() -> str:
         return {graph(x_of(queue)).dtype for _ in range(3)}.pop()
@@ -571,11 +552,7 @@ def test_regions_lists_and_grad_mode_around_the_call_are_seen(queue: cl.CommandQ
 
 
 def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> None:
-    class Outside(amp.Graph):
-        def build(self, x: Any) -> Any:
-            return outside(x)
-
-    graph = Outside()
+    graph = graph_of(lambda self, x: outside(x))
     with amp.autocast():
         assert {graph(x_of(queue)).dtype for _ in range(3)} == {"float32"}
     try:
@@ -590,11 +567,7 @@ def test_functions_that_a_user_registers_are_seen(queue: cl.CommandQueue) -> Non
 def test_a_graph_in_a_graph_is_recorded_with_it(queue: cl.CommandQueue) -> None:
     inner = Infer(mlp(queue, 10, 16, 3))
 
-    class Outer(amp.Graph):
-        def build(self, x: Any) -> Any:
-            return ag.mul(ag.tensor(inner(x)), 2.0)
-
-    graph = recorded(Outer(), x_of(queue))
+    graph = recorded(graph_of(lambda self, x: ag.mul(ag.tensor(inner(x)), 2.0)), x_of(queue))
     for index in range(3):
         np.testing.assert_array_equal(graph(x_of(queue, index)).to_host(), inner(x_of(queue, index)).to_host() * 2)
     inner.model.layers[0].weight.write(np.ones((10, 16)))
@@ -605,23 +578,18 @@ def test_a_graph_in_a_graph_is_recorded_with_it(queue: cl.CommandQueue) -> None:
 # ---------------------------------------------------------------------------------------------- inputs
 
 
-class Affine(amp.Graph):
-    def __init__(self) -> None:
-        super().__init__()
-        self.builds: list[int] = []
-
-    def build(self, x: Any, y: Any) -> Any:
-        self.builds.append(1)
-        return ag.add(ag.mul(x, 2.0), y)
-
-
 @pytest.mark.usefixtures("uncompared")
 def test_inputs_that_were_one_tensor_and_part_are_seen(queue: cl.CommandQueue) -> None:
     """The other way round as well, and views on one buffer."""
     x, y = x_of(queue), x_of(queue, 1)
     view = Tensor(x.buffer, x.shape, x.dtype, x.context, queue)
+
+    def affine(self: Any, x: Any, y: Any) -> Any:
+        self.builds.append(1)
+        return ag.add(ag.mul(x, 2.0), y)
+
     for first in ((x, x), (x, view), (x, y)):
-        graph = recorded(Affine(), *first)
+        graph = recorded(graph_of(affine, builds=[]), *first)
         for a, b in ((x, y), (y, x), (y, y), (x, view), (x, x), (x, y)):
             for _ in range(3):
                 np.testing.assert_array_equal(graph(a, b).to_host(), a.to_host() * 2 + b.to_host())
@@ -640,15 +608,8 @@ def test_an_input_in_the_memory_of_the_model_is_not_taken_for_it(queue: cl.Comma
     if what == "view of a parameter":
         given = Tensor(weight.buffer, weight.shape, weight.dtype, weight.context, queue)
 
-    class Uses(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def build(self, x: Any) -> Any:
-            return ag.add(ag.mul(ag.tensor(self.model.weight), 10.0), x)
-
-    graph = recorded(Uses(), given)
+    uses = graph_of(lambda self, x: ag.add(ag.mul(ag.tensor(self.model.weight), 10.0), x), model=model)
+    graph = recorded(uses, given)
     for index in range(3):
         np.testing.assert_array_equal(graph(x_of(queue, index)).to_host(), BATCHES[index] + 10)
     weight.write(np.full((12, 10), 2.0))
@@ -660,16 +621,11 @@ def test_an_input_in_the_memory_of_the_model_is_not_taken_for_it(queue: cl.Comma
 
 
 def test_constants_are_told_apart_by_type_and_value(queue: cl.CommandQueue) -> None:
-    class Constant(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
+    def build(self: Any, x: Any, constant: Any) -> Any:
+        self.seen.append(constant)
+        return ag.mul(x, float(type(constant).__name__ == "float") + 2.0)
 
-        def build(self, x: Any, constant: Any) -> Any:
-            self.seen.append(constant)
-            return ag.mul(x, float(type(constant).__name__ == "float") + 2.0)
-
-    graph: Any = Constant()
+    graph = graph_of(build, seen=[])
     kinds = [1, True, 1.0, np.float32(1), 0.0, -0.0, float("nan"), (1, 2), (1.0, 2), None, "1"]
     for constant in kinds:
         for _ in range(3):
@@ -689,16 +645,11 @@ def test_settings_that_differ_in_the_sign_of_zero_are_two(queue: cl.CommandQueue
 
 
 def test_a_list_that_build_makes_longer_is_looked_into_all_the_same(queue: cl.CommandQueue) -> None:
-    class Times(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.numbers = [1.0]
+    def build(self: Any, x: Any) -> Any:
+        self.numbers.append(0.0)
+        return ag.mul(x, self.numbers[0])
 
-        def build(self, x: Any) -> Any:
-            self.numbers.append(0.0)
-            return ag.mul(x, self.numbers[0])
-
-    graph = recorded(Times(), x_of(queue))
+    graph = recorded(graph_of(build, numbers=[1.0]), x_of(queue))
     for factor in (2.0, 1.0, 3.0):
         graph.numbers[0] = factor
         for _ in range(3):
@@ -706,15 +657,8 @@ def test_a_list_that_build_makes_longer_is_looked_into_all_the_same(queue: cl.Co
 
 
 def test_a_constant_that_is_an_object_is_looked_into(queue: cl.CommandQueue) -> None:
-    class Settings:
-        factor = 2.0
-
-    class Scaled(amp.Graph):
-        def build(self, x: Any, settings: Any) -> Any:
-            return ag.mul(x, settings.factor)
-
-    settings = Settings()
-    graph = recorded(Scaled(), x_of(queue), settings)
+    settings = type("Settings", (), {"factor": 2.0})()
+    graph = recorded(graph_of(lambda self, x, settings: ag.mul(x, settings.factor)), x_of(queue), settings)
     settings.factor = 3.0
     for _ in range(3):
         np.testing.assert_array_equal(graph(x_of(queue), settings).to_host(), BATCHES[0] * 3)
@@ -743,16 +687,11 @@ def test_a_constant_that_changes_in_every_call_runs_with_one_warning_and_bounded
 def test_a_tensor_that_build_reads_and_replaces_is_never_the_old_one(queue: cl.CommandQueue) -> None:
     """A state carried from call to call in an attribute: the graph runs build each time, and says so once."""
 
-    class Carries(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = to_device(queue, np.zeros((12, 10)))
+    def build(self: Any, x: Any) -> Any:
+        self.state = ag.add(ag.tensor(self.state), x).value
+        return self.state
 
-        def build(self, x: Any) -> Any:
-            self.state = ag.add(ag.tensor(self.state), x).value
-            return self.state
-
-    graph = Carries()
+    graph = graph_of(build, state=to_device(queue, np.zeros((12, 10))))
     graph(x_of(queue))
     with pytest.warns(UserWarning, match="puts a new tensor in place of one that it reads"):
         graph(x_of(queue))
@@ -912,18 +851,14 @@ def test_the_kind_that_was_used_last_is_remembered(queue: cl.CommandQueue) -> No
 def test_a_parameter_that_a_replay_does_not_reach_is_not_stepped(queue: cl.CommandQueue) -> None:
     models = [mlp(queue, 10, 3, seed=seed) for seed in range(2)]
 
-    class Either(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.models = models
-            self.add_optimizer(SGD([param for model in models for param in model.parameters()], lr=0.01))
+    optimizer = SGD([param for model in models for param in model.parameters()], lr=0.01)
 
-        def build(self, x: Any, y: Any, which: int) -> Any:
-            loss = ag.mul(ag.mse_loss(self.models[which](x), y), LOSS_FACTOR)
-            loss.backward()
-            return loss
+    def build(self: Any, x: Any, y: Any, which: int) -> Any:
+        loss = ag.mul(ag.mse_loss(self.models[which](x), y), LOSS_FACTOR)
+        loss.backward()
+        return loss
 
-    graph, x, y = Either(), x_of(queue), to_device(queue, TARGETS[0])
+    graph, x, y = graph_of(build, optimizer, models=models), x_of(queue), to_device(queue, TARGETS[0])
     for which in (0, 0, 1, 1, 0, 1, 0, 1):
         before = [weights_of(model) for model in models]
         graph(x, y, which)
@@ -938,18 +873,12 @@ def test_gradients_of_what_the_graph_does_not_step_add_up(queue: cl.CommandQueue
     weight, extra = (Parameter.from_host(queue, np.ones(shape, np.float32)) for shape in ((4, 3), (4,)))
     optimizer = SGD([weight], lr=1e-30)
 
-    class Train(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_optimizer(optimizer)
-            self.config.enable_amp(True, dtype="float32")
+    def build(self: Any, x: Any) -> Any:
+        loss = ag.sum(ag.matmul_op(ag.add(x, ag.tensor(extra)), ag.tensor(weight)))
+        loss.backward()
+        return loss
 
-        def build(self, x: Any) -> Any:
-            loss = ag.sum(ag.matmul_op(ag.add(x, ag.tensor(extra)), ag.tensor(weight)))
-            loss.backward()
-            return loss
-
-    train, x = Train(), to_device(queue, np.ones((2, 4)))
+    train, x = graph_of(build, optimizer, dtype="float32"), to_device(queue, np.ones((2, 4)))
     x.requires_grad = True
     for cleared in (True, False, True):
         if cleared:
@@ -971,19 +900,14 @@ def test_a_gradient_of_an_input_is_no_later_calls(queue: cl.CommandQueue, scaled
     input may come back with one of another loss scale."""
     shift = Parameter.from_host(queue, np.ones(10, np.float32))
 
-    class Shifts(amp.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_optimizer(SGD([shift], lr=1e-3))
-            if scaled:
-                self.set_grad_scaler(amp.GradScaler(init_scale=2.0**4, growth_interval=1))
+    scaler = amp.GradScaler(init_scale=2.0**4, growth_interval=1) if scaled else None
 
-        def build(self, x: Any) -> Any:
-            loss = ag.sum(ag.square(ag.add(x, ag.tensor(shift))))
-            loss.backward()
-            return loss
+    def build(self: Any, x: Any) -> Any:
+        loss = ag.sum(ag.square(ag.add(x, ag.tensor(shift))))
+        loss.backward()
+        return loss
 
-    graph, xs = Shifts(), [x_of(queue, index) for index in range(3)]
+    graph, xs = graph_of(build, SGD([shift], lr=1e-3), scaler), [x_of(queue, index) for index in range(3)]
     kept: list[Any] = [None] * 3
     for turn in range(12):
         for x, grad in zip(xs, kept, strict=True):
