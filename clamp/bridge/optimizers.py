@@ -47,10 +47,7 @@ def _runs_with(function: Callable[..., Any], *args: Any) -> bool:
 
 def is_netcl_optimizer(optimizer: Any) -> bool:
     """Returns whether an optimizer is netcl's, or derived from one of netcl's."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("netcl.optim.") or any(
-        cls.__module__.startswith("netcl.optim.") for cls in kind.__mro__
-    )
+    return any(cls.__module__.startswith("netcl.optim.") for cls in type(optimizer).__mro__)
 
 
 def optimizer_parameters(optimizer: Any) -> list[Tensor]:

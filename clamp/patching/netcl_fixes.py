@@ -10,12 +10,11 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pyopencl as cl
 from netcl import autograd as ag
-from netcl import ops
-from netcl.core import tensor as tensors
 from netcl.core.memory import PersistentBufferPool
 from netcl.nn import layers
 from netcl.ops import elementwise
@@ -102,40 +101,39 @@ def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
 @meets("netcl.nn.layers.MultiheadAttention.forward")
 def multihead_attention(wrapped: Any, instance: Any, /, query: TensorLike, key: TensorLike, value: TensorLike) -> Any:
     """Attention of bare tensors or nodes of shape (batch, sequence, features)."""
-    on = ag if isinstance(query, Node) else ops
-    reshape = ag.reshape if on is ag else tensors.reshape
-    batch, sequence, features = query.value.shape
-    scale = 1.0 / instance.head_dim**0.5
+    with nullcontext() if isinstance(query, Node) else ag.no_grad():
+        q, k, v = (x if isinstance(x, Node) else ag.tensor(x) for x in (query, key, value))
+        out = instance.out_proj(_attended(instance, instance.q_proj(q), instance.k_proj(k), instance.v_proj(v)))
+    return out if isinstance(query, Node) else out.value
 
-    def heads(x: Any) -> Any:
-        return on.permute(reshape(x, (batch, sequence, instance.num_heads, instance.head_dim)), (0, 2, 1, 3))
 
-    q, k, v = heads(instance.q_proj(query)), heads(instance.k_proj(key)), heads(instance.v_proj(value))
-    weights = on.softmax(on.bmm(q * scale, on.permute(k, (0, 1, 3, 2))))
-    out = on.permute(on.bmm(weights, v), (0, 2, 1, 3))
-    return instance.out_proj(reshape(out, (batch, sequence, features)))
+def _attended(
+    layer: Any, q: Node, k: Node, v: Node, mask: Any = None, drop: Callable[[Node], Node] = lambda x: x
+) -> Node:
+    """Attention of queries to keys and values, all nodes of shape (batch, sequence, features), by a layer's heads."""
+    batch, sequence, features = q.value.shape
+
+    def heads(x: Node) -> Any:
+        return ag.permute(ag.reshape(x, (batch, sequence, layer.num_heads, layer.head_dim)), (0, 2, 1, 3))
+
+    scores = ag.bmm(ag.mul(heads(q), 1.0 / layer.head_dim**0.5), ag.permute(heads(k), (0, 1, 3, 2)))
+    if mask is not None:
+        scores = ag.masked_fill(scores, mask, -1e9)
+    out = ag.bmm(drop(ag.softmax(scores)), heads(v))
+    return ag.reshape(ag.permute(out, (0, 2, 1, 3)), (batch, sequence, features))
 
 
 @meets("netcl.nn.transformer.CausalSelfAttention.forward")
 def self_attention(wrapped: Any, instance: Any, /, x: TensorLike) -> Any:
     """Attention of a node or bare tensor of shape (batch, sequence, features) to itself, with dropout and a mask."""
     node = x if isinstance(x, Node) else ag.tensor(x)
-    batch, sequence, features = node.value.shape
     drops = instance.dropout > 0.0 and instance.training
 
-    def heads(x: Any) -> Any:
-        return ag.permute(ag.reshape(x, (batch, sequence, instance.num_heads, instance.head_dim)), (0, 2, 1, 3))
+    def drop(x: Node) -> Node:
+        return ag.dropout(x, p=instance.dropout) if drops else x
 
-    q, k, v = map(heads, ag.chunk(instance.qkv(node), 3, axis=-1))
-    scores = ag.bmm(ag.mul(q, 1.0 / instance.head_dim**0.5), ag.permute(k, (0, 1, 3, 2)))
-    if instance.causal:
-        scores = ag.masked_fill(scores, instance._mask(sequence), -1e9)
-    weights = ag.softmax(scores)
-    if drops:
-        weights = ag.dropout(weights, p=instance.dropout)
-    out = instance.out_proj(ag.reshape(ag.permute(ag.bmm(weights, v), (0, 2, 1, 3)), (batch, sequence, features)))
-    if drops:
-        out = ag.dropout(out, p=instance.dropout)
+    mask = instance._mask(node.value.shape[1]) if instance.causal else None
+    out = drop(instance.out_proj(_attended(instance, *ag.chunk(instance.qkv(node), 3, axis=-1), mask, drop)))
     return out if isinstance(x, Node) else out.value
 
 

@@ -44,7 +44,7 @@ from clamp.patching.wrap import (
     passes_without_casts,
     unfused,
     user_wrapper,
-    writes,
+    written_places,
 )
 
 #: classes of the user's optimizers that step masters
@@ -193,7 +193,7 @@ class Patches:
 
     def _wrap_entry(self, entry: Entry) -> None:
         stands, function = _stands(entry), None
-        if stands is None or (entry.policy is CastPolicy.NONE and not writes(stands)):
+        if stands is None or (entry.policy is CastPolicy.NONE and not written_places(stands)):
             return  # "*", or a function that this release of netcl does not have
         owner = sys.modules[entry.module]
         if is_users(stands) and entry.name.startswith("netcl.") and entry.policy is not CastPolicy.NONE:

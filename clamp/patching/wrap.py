@@ -315,18 +315,15 @@ def unfused(wrapped: Any, sequential: Any, args: tuple[Any, ...], kwargs: dict[s
 _WRITTEN = ("out", "dst")
 
 
-def writes(function: Any) -> bool:
-    """Returns whether a function can write into a tensor that it is given: it has a parameter ``out`` or ``dst``."""
-    return inspect.isfunction(function) and bool(written_places(function))
-
-
 def written(places: Iterable[tuple[str, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments of a call that a function writes into, by its ``written_places``; None for those not given."""
     return [args[place] if len(args) > place else kwargs.get(name) for name, place in places]
 
 
-def written_places(function: FunctionType) -> list[tuple[str, int]]:
+def written_places(function: Any) -> list[tuple[str, int]]:
     """The parameters of a function that it writes into: their names, and their places among the positional ones."""
+    if not isinstance(function, FunctionType):
+        return []
     if "__wrapped__" in vars(function):  # a user's decorator over a function that it calls
         parameters = tuple(inspect.signature(function).parameters)
     else:
@@ -340,7 +337,7 @@ def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
     It would write to the copy.
     """
-    places = written_places(function) if inspect.isfunction(function) else ()
+    places = written_places(function)
     if any(
         getattr(getattr(target, "value", None), "dtype", None) in HALF_DTYPES
         for target in written(places, args, kwargs)

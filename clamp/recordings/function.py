@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -90,8 +90,8 @@ class RecordedFunction:
         self._variants = Variants(self._name, self._code)
         self._lock = threading.RLock()
         self._warned = False
-        self._reached: list[weakref.ref[Tensor]] = []  # what got gradients here, wherever it is kept
-        self._given: list[weakref.ref[Node]] = []  # by one run, with graphs: backward may come yet
+        self._reached = WeakValueDictionary[int, Tensor]()  # by id: what got gradients here, wherever it is kept
+        self._given = WeakValueDictionary[int, Node]()  # by one run, with graphs: backward may come yet
         self._waits = 0  # calls that were not recorded for that
         self._bound: tuple[Any, Any] = None, None  # of a method: the recorded function that it is of, and the object
         self._unwatched = frozenset({*vars(self), "_unwatched", "__wrapped__"})
@@ -181,14 +181,14 @@ class RecordedFunction:
         given = [x for x in leaves_of(result) if isinstance(x, Node) and graphs.is_computed_from_trained(x)]
         for x in given:
             graphs.ask_before_backward(x, self._graph_is_used)
-        if all(ref() is None for ref in self._given):
-            self._given = [weakref.ref(x) for x in given if not hasattr(x, "last_pass")]
+        if not self._given:
+            self._given.update((id(x), x) for x in given if not hasattr(x, "last_pass"))
         return result
 
     def _may_be_trained(self) -> bool:
         """Returns whether results of a run are still held, and no backward has come to them: it may come to those of
         this call as well, as where a function is called twice for one loss. A loop over data lets go of them."""
-        are_held = any(ref() is not None for ref in self._given)
+        are_held = bool(self._given)
         self._waits += are_held
         return are_held and self._waits <= _MOST_WAITS
 
@@ -203,18 +203,15 @@ class RecordedFunction:
     def _noting_reached(self) -> Iterator[None]:
         with delivery.noting_reached() as reached:
             yield
-        self._reached = [ref for ref in self._reached if ref() is not None]
-        known = {id(ref()) for ref in self._reached}
-        self._reached += [weakref.ref(x) for key, x in reached.items() if key not in known]
+        self._reached.update(reached)
 
     def _trained(self, call: Arguments, watch: Watch) -> list[Tensor]:
         """The tensors outside of the arguments, and trained ones among these, whose gradients the function may meet or
         leave."""
-        reached = {id(ref()) for ref in self._reached}
         stepped = [x for optimizer in watch.optimizers for x in masters.stepped(optimizer)]
-        found = [*call.tensors, *watch.tensors, *stepped, *(x for ref in self._reached if (x := ref()) is not None)]
+        found = [*call.tensors, *watch.tensors, *stepped, *self._reached.values()]
         given = {id(x) for x in call.tensors}
-        wanted = (x for x in found if bridge.is_weight(x) or (id(x) in reached and id(x) not in given))
+        wanted = (x for x in found if bridge.is_weight(x) or (id(x) in self._reached and id(x) not in given))
         return list({id(x): x for x in wanted if bridge.on_device(x)}.values())
 
     def _attempt(self, roots: dict[str, Any], before: Watch) -> Attempt:
@@ -303,7 +300,7 @@ class RecordedFunction:
             had: ids of arguments that had a gradient before.
         """
         known, given = {id(tensor) for tensor in trained}, {id(tensor) for tensor in call.tensors}
-        others = [x for ref in self._reached if (x := ref()) is not None and id(x) not in known]
+        others = [x for key, x in self._reached.items() if key not in known]
         if any(id(x) in given & had for x in others):
             return "it adds to the gradient that an argument has. Clear that first, or pass another tensor"
         late = any(bridge.is_weight(x) for x in others if id(x) not in given)

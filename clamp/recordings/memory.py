@@ -65,29 +65,24 @@ class Dependencies:
     def __init__(
         self, capture: KernelCapture, before: Sequence[Seen], own: Collection[Address], modules: ModuleNotes
     ) -> None:
-        self._places: dict[Address, list[Place]] = {}
+        self.places: dict[Address, list[Place]] = {}  # where the launches find the tensors, as they were recorded
         for launch in capture._launches:
             for index, arg in enumerate(launch.args):
                 where = address_of(arg)
                 if where is not None and where not in own:
-                    self._places.setdefault(where, []).append((launch, index))
+                    self.places.setdefault(where, []).append((launch, index))
         self._residents: list[_Resident] = []
         seen = ((address_of(buffer), ref) for ref, buffer in before)
-        self._before = [(where, ref) for where, ref in seen if where in self._places]
+        self._before = [(where, ref) for where, ref in seen if where in self.places]
         known: set[tuple[int, Address]] = set()
         # Before: an optimizer may have moved a tensor in the recording itself, and launches before that name the old
         # memory. Now: those after it name the new one.
         for number, (ref, buffer) in enumerate((*before, *living_tensors())):
             where, tensor = address_of(buffer), ref()
-            if where in self._places and tensor is not None and (id(tensor), where) not in known:
+            if where in self.places and tensor is not None and (id(tensor), where) not in known:
                 known.add((id(tensor), where))
                 self._residents.append(_Resident(ref, where, buffer, _state(tensor), number < len(before)))
         self._modules, self._watch, self._region = modules, modules.watch(), process_region()
-
-    @property
-    def addresses(self) -> set[Address]:
-        """Returns where the launches find the tensors, as they were recorded."""
-        return set(self._places)
 
     @property
     def now(self) -> set[Address | None]:
@@ -154,7 +149,7 @@ class Dependencies:
             if tensor is not None and tensor.buffer is not resident.buffer:
                 moved[resident.address] = resident.buffer = tensor.buffer
         for address, buffer in moved.items():
-            for launch, index in self._places[address]:
+            for launch, index in self.places[address]:
                 bridge.finish_if_shared(launch.queue, launch.args[index])  # nobody else may hold it
                 launch.args = (*launch.args[:index], buffer, *launch.args[index + 1 :])
         return bool(moved)

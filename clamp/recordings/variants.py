@@ -128,7 +128,7 @@ class Variants:
         if self._made >= _UNREPAID and self._replays < 3 * self._made:
             self._stop(self._difference(key))
         kind.ran = recorded.watch
-        still, used = {id(tensor) for tensor in recorded.watch.tensors}, recorded.plan.dependencies.addresses
+        still, used = {id(tensor) for tensor in recorded.watch.tensors}, recorded.plan.dependencies.places
         # The next run would read the tensor that is there after this one.
         if any(address_of(x.buffer) in used for x in before.tensors if id(x) not in still):
             self.run_always(key, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
