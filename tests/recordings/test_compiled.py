@@ -147,6 +147,15 @@ def test_a_replayed_step_is_the_eager_step(
     assert_same(actual, expected)
 
 
+def in_threads(*works: Callable[[], Any]) -> None:
+    """Makes calls in a thread each, all at once."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def record(graph: CompiledGraph, step: Callable[..., Any], *inputs: Tensor) -> Any:
     with graph:
         result = step(*inputs)
@@ -829,9 +838,7 @@ def test_a_bare_capture_replays_where_a_graph_does(queue: cl.CommandQueue, new_b
         outer.begin()
         replay()
         outer.end()
-        thread = threading.Thread(target=replay)
-        thread.start()
-        thread.join()
+        in_threads(replay)
     assert [text.partition(":")[0].partition(",")[0] for text in said] == [
         "A recording was replayed while launches are being recorded",
         "a recording replays in the thread that made it",

@@ -85,6 +85,11 @@ def patched() -> dict[str, Any]:
     return {**found, **pools, "threads": threads, "free": capture.is_free(), "live": len(keepers)}
 
 
+def assert_as(before: dict[str, Any]) -> None:
+    now = patched()
+    assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+
+
 def recorded(layer: Linear) -> Callable[[Tensor], Any]:
     return amp.record(lambda x: layer(bridge.Node(value=x)).value)
 
@@ -133,8 +138,7 @@ def test_an_interrupt_leaves_nothing_over_netcl(queue: cl.CommandQueue, make: An
         finally:
             sys.settrace(outer)
         del again
-        now = patched()
-        assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+        assert_as(before)
         assert capture.is_free()
     assert tried > 5
     for _ in range(3):
@@ -199,8 +203,7 @@ def test_a_recording_that_never_ended_is_over(queue: cl.CommandQueue, after: str
     out = NEXT[after](made, layer, x)
     np.testing.assert_array_equal(out.to_host(), layer(bridge.Node(value=x)).value.to_host())
     del made, held, error
-    now = patched()
-    assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+    assert_as(before)
 
 
 @contextmanager
@@ -214,8 +217,7 @@ def test_a_graph_that_is_gone_ends_its_recording(queue: cl.CommandQueue) -> None
     compiled(layer)(x)
     before = patched()
     _cut(Cut([]), layer, x)
-    now = patched()
-    assert {key for key in {*before, *now} if before.get(key) is not now.get(key) != before.get(key)} == set()
+    assert_as(before)
 
 
 class _Holder:

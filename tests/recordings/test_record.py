@@ -32,7 +32,7 @@ from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, scaled_backward, stepping, weights_of
 from tests.ops.test_reduce import as_gpu
-from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, in_threads, poisoned
 from tests.reference import to_device, to_numpy
 
 Step = Callable[..., Any]  # of a run, and a batch
@@ -699,11 +699,7 @@ def test_threads_have_recordings_of_their_own(queue: cl.CommandQueue) -> None:
         for _ in range(5):
             found.append(infer(x).value.to_host().copy())
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work, work)
     assert len(found) == 15
     assert infer.recordings == 3  # this one has run it once
     for one in found:

@@ -31,6 +31,7 @@ from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.recordings.watch import Watch
+from tests.recordings.test_compiled import in_threads
 from tests.reference import to_device
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
@@ -632,9 +633,7 @@ def test_a_thread_with_the_number_of_one_that_has_ended_has_its_own() -> None:
         watches.append(Watch({"step": lambda x: x * own.factor}))
         assert watches[-1].holds()
 
-    thread = threading.Thread(target=work, args=(1.0,))
-    thread.start()
-    thread.join()
+    in_threads(partial(work, 1.0))
     for factor in (1.0, 3.0):
         own.factor = factor
         assert watches[0].holds() == (factor == 1.0)

@@ -27,7 +27,7 @@ from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.recordings import capture, memory
 from tests.networks import loss_of, mlp, stepping, weights_of
-from tests.recordings.test_compiled import BATCHES, TARGETS, poisoned
+from tests.recordings.test_compiled import BATCHES, TARGETS, in_threads, poisoned
 from tests.recordings.test_record import Run, Step, assert_same, clean, clears_first, compare, same_as_eager
 from tests.reference import to_device
 
@@ -515,12 +515,6 @@ def test_a_training_with_params_and_a_step_is_no_optimizer(
 # ---------------------------------------------------------------------------------------------- threads
 
 
-def in_a_thread(work: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
 def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> None:
     """Each reaches its own model; all share the handle."""
 
@@ -529,14 +523,8 @@ def test_threads_train_with_functions_of_their_own(queue: cl.CommandQueue) -> No
         handle = amp.init(loss_scale=2.0**10)
         models = [mlp(queue, 10, 16, 3, seed=seed) for seed in range(3)]
         losses: list[list[Any]] = [[] for _ in models]
-        threads = [
-            threading.Thread(target=_train, args=(queue, handle, model, seen, record))
-            for model, seen in zip(models, losses, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        pairs = zip(models, losses, strict=True)
+        in_threads(*(partial(_train, queue, handle, model, seen, record) for model, seen in pairs))
         return [losses, [weights_of(model) for model in models]]
 
     same_as_eager(play)
@@ -561,7 +549,7 @@ def test_launches_of_other_threads_are_not_recorded(queue: cl.CommandQueue, monk
     def looking() -> Any:
         nonlocal calls
         calls += 1
-        in_a_thread(count)
+        in_threads(count)
         return look()
 
     monkeypatch.setattr(capture, "living_tensors", looking)
@@ -590,7 +578,7 @@ def test_copies_of_weights_that_another_thread_makes_are_not_recorded(
                 model(ag.tensor(to_device(queue, BATCHES[0])))
 
         def looking() -> Any:
-            in_a_thread(evaluate)
+            in_threads(evaluate)
             return look()
 
         monkeypatch.setattr(capture, "living_tensors", looking)
@@ -629,13 +617,12 @@ def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) ->
             except SystemError as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=make) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    kept = to_device(queue, np.zeros(3))
-    for _ in range(30):
-        assert any(ref() is kept for ref, _ in memory.living_tensors())
-    ends.set()
-    for thread in threads:
-        thread.join()
+    kept, found = to_device(queue, np.zeros(3)), list[bool]()
+
+    def look() -> None:
+        found.extend(any(ref() is kept for ref, _ in memory.living_tensors()) for _ in range(30))
+        ends.set()
+
+    in_threads(make, make, look)
+    assert found == [True] * 30
     assert not errors
