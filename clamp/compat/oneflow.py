@@ -31,7 +31,6 @@ from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import InPlace, Replayable
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
-from clamp.scaling.backward_pass import PassGradients
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
@@ -282,7 +281,8 @@ class Graph:
                 f"{type(self).__name__}.build ran no loss.backward(), and there is an optimizer to step: call it "
                 "on the loss (tape.backward(loss) would not scale it)"
             )
-        delivered = gradient_marks.snapshot(PassGradients(self._optimizers).tensors)
+        pairs = [pair for optimizer in self._optimizers for pair in masters.with_true_gradients(optimizer)]
+        delivered = gradient_marks.snapshot(x for pair in pairs for x in pair)
         host_step(partial(self._step, delivered, [guard.token for guard in self._all_guards()]))
         return outputs
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from clamp.ops.arguments import shown, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
+from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.manual import ManualScaling
 
 __all__ = ["AmpScaler", "GradScaler", "auto_cast", "decorate"]
@@ -188,7 +188,7 @@ class _AtLeastOne(DynamicLossScale):
 
 
 class _Scaling(ManualScaling):
-    _scale_class = _AtLeastOne
+    _scale_class, _floor = _AtLeastOne, 1.0
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().step(optimizer, *args, **kwargs)
@@ -199,15 +199,10 @@ class _Scaling(ManualScaling):
     def update(self) -> None:
         super().update() if self.moves else self.make_ready()
 
-    def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
+    def scale_on(self, queue: cl.CommandQueue) -> LossScale:
         scaler = super().scale_on(queue)
         scaler.comes_down = self.moves
         scaler.cure = "" if self.moves else "scaler = GradScaler(use_dynamic_loss_scaling=True)"
-        return scaler
-
-    def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
-        scaler = super()._make(state)
-        scaler.rule = replace(scaler.rule, min=1.0)
         return scaler
 
 

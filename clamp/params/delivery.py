@@ -39,11 +39,12 @@ class Waiting(Protocol):
 
     Attributes:
         refused: the loss, from which backward must not run until then; None without.
-        may_overflow: tells whether what overflows in it now would be run again at a lower scale.
     """
 
     refused: Node | None
-    may_overflow: Callable[[], bool]
+
+    def may_overflow(self) -> bool:
+        """Returns whether what overflows in it now would be run again at a lower scale."""
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""

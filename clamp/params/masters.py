@@ -203,11 +203,16 @@ def master_params(optimizer: Any) -> list[Tensor]:
     Raises:
         TypeError: the optimizer has no ``params``.
     """
+    return [master for master, _ in with_true_gradients(optimizer)]
+
+
+def with_true_gradients(optimizer: Any) -> list[Pair]:
+    """``pairs``, each with one float32 gradient for both, unless it is multiplied by a loss scale."""
     found = pairs(optimizer)
     for master, model in found:
         if model is not master and gradient_marks.scale_of(model.grad) is None:
             gather(master, model)
-    return [master for master, _ in found]
+    return found
 
 
 def split(optimizer: Any) -> list[Pair]:
@@ -234,10 +239,9 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
         )
     if recorder() is None:
         return run()
-    params = [tensor for pair in pairs(optimizer) for tensor in pair] if hasattr(optimizer, "params") else []
-    for master, model in split(optimizer):
-        if gradient_marks.scale_of(model.grad) is None:
-            gather(master, model)  # in the step it would be made anew each time, and the next one goes back to this one
+    # In the step a gradient would be made anew each time, and the next one goes back to this one.
+    found = with_true_gradients(optimizer) if hasattr(optimizer, "params") else []
+    params = [tensor for pair in found for tensor in pair]
     return host_step(gradient_marks.on_gradients([*params, *more], run))
 
 

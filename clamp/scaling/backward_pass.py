@@ -1,18 +1,22 @@
-"""The gradients of one backward pass, and how they are divided by the scale that they are multiplied by."""
+"""One backward pass from a scaled loss: its gradients, and how they are divided by the scale that they are multiplied
+by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
 from clamp.casting.operands import note_numpy_backend
-from clamp.ops.loss_scale import AppliedScale
+from clamp.interrupts import uninterrupted
+from clamp.ops.loss_scale import AppliedScale, scale_lock
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
@@ -20,6 +24,8 @@ from clamp.params.writes import writes
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import warn_user
+
+Repeat: TypeAlias = Callable[[], object]  # does once more what was done
 
 
 class Averaging(Protocol):
@@ -63,7 +69,7 @@ class _Slot:
 
 
 class _Run(NamedTuple):
-    """A backward of the pass: see ``PassGradients.ran``.
+    """A backward of the pass: see :class:`clamp.params.delivery.Waiting`.
 
     Attributes:
         gave: the gradients that it has left to what it reached.
@@ -73,8 +79,8 @@ class _Run(NamedTuple):
     reached: Sequence[Tensor]
     before: Mapping[int, Tensor]
     root: Node | None
-    again: Callable[[], object] | None
-    launches: Sequence[Callable[[], object]]
+    again: Repeat | None
+    launches: Sequence[Repeat]
     gave: Sequence[Tensor]
     since: int
 
@@ -85,24 +91,29 @@ def _is_input(leaf: Tensor) -> bool:
     return not isinstance(leaf, Parameter) and leaf.requires_grad and not bridge.is_linked(leaf)
 
 
-class PassGradients:
-    """The gradients that one backward pass delivers to some optimizers' parameters.
+class BackwardPass:
+    """One backward pass from a scaled loss, and the gradients that it delivers to some optimizers' parameters.
 
     What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
     a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
 
     Args:
-        optimizers: those of the pass.
-        of_all: whether the gradients of all else that the pass has reached are divided, too.
-        may_overflow: see :class:`clamp.params.delivery.Waiting`.
+        loss: its value.
+        scaler: the scale on its queue.
+        optimizers: those whose parameters the pass is to reach.
+        guards: theirs, which hear of an inf or nan in it.
+        ranks: those that average its gradients.
+        of_all: whether the gradients of all else that it has reached are divided, too.
+        can_be_repeated: whether a backward that overflows may be run again, at lower scales.
     """
 
     def __init__(
-        self, optimizers: Sequence[object], of_all: bool = False, may_overflow: Callable[[], bool] = bool
-    ) -> None:
+        self, loss: Tensor, scaler: LossScale, optimizers: Sequence[object], guards: Sequence[StepGuard],
+        ranks: Averaging | None = None, of_all: bool = False, can_be_repeated: bool = False,
+    ) -> None:  # fmt: skip
+        self.loss, self.scaler, self.guards, self.ranks = loss, scaler, guards, ranks
+        self._optimizers, self._of_all, self._can_be_repeated = optimizers, of_all, can_be_repeated
         slots: dict[int, _Slot] = {}
-        self.may_overflow = may_overflow
-        self._optimizers, self._of_all = optimizers, of_all
         for optimizer in optimizers:
             for master, model in masters.pairs(optimizer):
                 if id(master) not in slots:
@@ -119,12 +130,29 @@ class PassGradients:
         self._is_alone = True  # no pass is inside of another
         for outer in delivery.running.waiting.values():
             self._is_alone = False
-            if isinstance(outer, PassGradients):
+            if isinstance(outer, BackwardPass):
                 outer._is_alone = False
 
-    def anew(self) -> PassGradients:
-        """Those of the same pass once more."""
-        return PassGradients(self._optimizers, self._of_all, self.may_overflow)
+    @property
+    def mask(self) -> int:
+        """The bits of its optimizers."""
+        return sum(guard.mask for guard in self.guards)
+
+    @property
+    def fresh(self) -> int:
+        """The bits of those whose first pass by this scale since their last step it is."""
+        return sum(guard.mask for guard in self.guards if self.scaler not in guard.pending)
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Returns whether there are lower scales at which an overflow is none. Not of replicas on several queues, whose
+        copies of the scale move alike, and of which none waits for its device before the next one's pass."""
+        return self._can_be_repeated and self.scaler.is_dynamic and not self.scaler.copies
+
+    def may_overflow(self) -> bool:
+        """See :class:`clamp.params.delivery.Waiting`."""
+        is_above = self.can_be_repeated and self.scaler.verdict().scale > self.scaler.floor
+        return is_above and bool(np.isfinite(self.loss.to_host()).all())
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """See :class:`clamp.params.delivery.Waiting`."""
@@ -135,20 +163,46 @@ class PassGradients:
         return True
 
     def ran(
-        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object],
-        launches: Sequence[Callable[[], object]],
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Repeat,
+        launches: Sequence[Repeat],
     ) -> None:  # fmt: skip
         """See :class:`clamp.params.delivery.Waiting`."""
         gave = [leaf.grad for leaf in reached]
         self._ran.append(_Run(reached, before, root, again, launches, gave, writes.now))
 
-    def backwards(self, recorded: bool) -> list[Callable[[], object]]:
-        """Calls that run its backwards once more, after ``put_back``; none where gradients are not what they gave (the
-        user has cleared or changed some, or passes are inside of each other) or a graph is gone.
+    def again(self) -> Repeat | None:
+        """Returns what runs its backwards once more, from the gradients of before, and divides what comes; None where
+        nothing does, see ``_backwards``."""
+        backwards = self._backwards([run.again for run in self._ran])
+
+        def again() -> None:
+            self.put_back()
+            with nullcontext() if self.ranks is None else self.ranks.one_pass():
+                given = self.loss, self.scaler, self._optimizers, self.guards, self.ranks
+                anew = BackwardPass(*given, self._of_all, self._can_be_repeated)
+                with delivery.waiting_in(anew):
+                    in_turn(backwards)
+                anew.average()
+                with scale_lock, uninterrupted():
+                    anew.unscale()
+
+        return again if backwards else None
+
+    def again_in_replays(self, divide: Sequence[Repeat]) -> Repeat | None:
+        """Returns what does as ``again`` where the recording in which the pass began, and now ends, is replayed.
+
+        It lets go of the graphs, which the replays would hold.
 
         Args:
-            recorded: whether the pass ends in the recording in which it began, which has not been given up since.
+            divide: does ``unscale`` once more.
         """
+        backwards = self._backwards([run.launches[0] if run.launches else run.again for run in self._ran])
+        self._ran = [run._replace(root=None, again=None, launches=(), gave=()) for run in self._ran]
+        return partial(in_turn, [*backwards, *divide]) if backwards else None
+
+    def _backwards(self, calls: Iterable[Repeat | None]) -> list[Repeat]:
+        """Returns the calls that run its backwards once more, after ``put_back``; none where gradients are not those
+        that they gave (the user has cleared or changed some, or passes are inside of each other) or a graph is gone."""
         expected = {id(slot.model): slot.before for slot in self._slots}
         for run in self._ran:
             if any(id(x) in expected and expected[id(x)] is not run.before.get(id(x)) for x in run.reached):
@@ -159,14 +213,7 @@ class PassGradients:
         written = any(writes.since(grad.buffer, run.since) for run in self._ran for grad in run.gave)
         nodes = (node for run in self._ran if run.root is not None for node in bridge.graph(run.root))
         gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
-        if not as_given or written or gone:
-            return []
-        calls = [run.launches[0] if recorded and run.launches else run.again for run in self._ran]
-        return [call for call in calls if call is not None]
-
-    def forget_graphs(self) -> None:
-        """Lets go of what ``backwards`` needs, and ``put_back`` does not: a recording keeps this for its replays."""
-        self._ran = [run._replace(root=None, again=None, launches=(), gave=()) for run in self._ran]
+        return [] if not as_given or written or gone else [call for call in calls if call is not None]
 
     @property
     def others(self) -> list[Tensor]:
@@ -193,12 +240,14 @@ class PassGradients:
             self._slots.append(slot)
         return slot
 
-    def average(self, ranks: Averaging, scaler: LossScale) -> None:
-        """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks."""
+    def average(self) -> None:
+        """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks, if any."""
+        if self.ranks is None:
+            return
         self._note_came()
-        scale, slots = scaler.applied(), [slot for slot in self._slots if not _is_input(slot.model)]
+        scale, slots = self.scaler.applied(), [slot for slot in self._slots if not _is_input(slot.model)]
         grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in slots]
-        averages = ranks.average([slot.model for slot in slots], grads, scaler)
+        averages = self.ranks.average([slot.model for slot in slots], grads, self.scaler)
         mark = Mark(scale)
         for slot, average in zip(slots, averages, strict=True):
             if average is not None:
@@ -220,12 +269,13 @@ class PassGradients:
         """Parameters, and masters."""
         return [tensor for slot in self._slots for tensor in (slot.master, slot.model)]
 
-    def require_any(self, scaler: LossScale, ran: bool) -> None:
+    def require_any(self, ran: bool) -> None:
         """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing.
 
         Args:
-            ran: whether a backward has run from the scaled loss.
+            ran: whether a backward has run from the scaled loss on this rank.
         """
+        ran = ran or self.ranks is not None
         # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
         trained = [slot.reached for slot in self._slots[: self._stepped] if not bridge.is_frozen(slot.model)]
         came = [grad for grad in trained if grad is not None]
@@ -238,7 +288,7 @@ class PassGradients:
                 f"not frozen{cleared}"
             )
         marks = {id(mark): mark for mark in map(mark_of, came)}.values()  # most have one in common
-        if not scaler.scales or any(mark is None for mark in marks):  # a user's own gradient
+        if not self.scaler.scales or any(mark is None for mark in marks):  # a user's own gradient
             return
         if not ran or not any(mark.scale is not None or mark.is_checked for mark in marks if mark is not None):
             raise RuntimeError(
@@ -246,12 +296,8 @@ class PassGradients:
                 "another loss, one that was not scaled here: run scaled_loss.backward() or tape.backward(scaled_loss)"
             )
 
-    def unscale(self, scaler: LossScale, guards: Sequence[StepGuard]) -> None:
-        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold ``scale_lock``.
-
-        Args:
-            guards: of the optimizers that hear of an inf or nan in this pass.
-        """
+    def unscale(self) -> None:
+        """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold ``scale_lock``."""
         if self._came is None:
             self._note_came()
         reached = [slot.reached for slot in self._slots]
@@ -259,13 +305,25 @@ class PassGradients:
         others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]
         waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
         came = [grad for grad in reached if grad is not None]
-        true = unscale_all([*came, *waiting], scaler, frozenset(x.token for x in guards), elsewhere=waiting)
+        true = unscale_all([*came, *waiting], self.scaler, frozenset(x.token for x in self.guards), elsewhere=waiting)
         for slot, grad, other in zip(self._slots, reached, others, strict=True):
             now = None if grad is None else true[id(grad)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)
             if slot.model is not slot.master:
                 masters.share_gradient(slot.master, slot.model, slot.master.grad)
+
+    def end(self) -> None:
+        """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
+        self.scaler.update(self.mask, self.fresh)
+        for guard in self.guards:
+            guard.passed(self.scaler)
+
+
+def in_turn(calls: Iterable[Repeat]) -> None:
+    """Makes these calls."""
+    for call in calls:
+        call()
 
 
 def unscale_all(

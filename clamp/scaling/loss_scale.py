@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
@@ -75,7 +76,8 @@ def check_masks(mask: int, fresh: int) -> None:
         raise ValueError(f"fresh {fresh:#b} has bits that mask {mask:#b} has not")
 
 
-def _parse_state(state: Mapping[str, Any]) -> ScaleState:
+def parse_state(state: Mapping[str, Any]) -> ScaleState:
+    """What ``state_dict`` returned; the errors are those of ``load_state_dict``."""
     require_state(state, "state_dict()")
     if not state:
         raise RuntimeError("the state dict is empty: it was saved while loss scaling was disabled")
@@ -120,20 +122,44 @@ class LossScale(bridge.Listed):
 
     def __init__(self, scale: float) -> None:
         self._state = DeviceState(positive("the loss scale", scale))
-        self.changes = 0  # how often somebody has set the scale, or loaded a state
+        self.changes = 0  # how often somebody has set the scale, or loaded a state; of a copy, how often before it
+        self._queue: cl.CommandQueue | None = None  # the first that it was asked for
+        self._copies: dict[cl.CommandQueue, LossScale] = {}  # on others; a copy has the same ones
 
-    def elsewhere(self) -> LossScale:
-        """A loss scale for another queue that goes on from where this one is, and moves by its rule, also by one that
-        it is given later. Overflows that it takes along end with each optimizer's first pass there."""
+    def on(self, queue: cl.CommandQueue) -> LossScale:
+        """The scale on a queue: itself on the first one that it is asked for, a copy on each further one.
+
+        A copy goes on from where this one is, and moves by its rule, also by one that it is given later. Overflows that
+        it takes along end with each optimizer's first pass there. Copies move alike because replicas meet the same
+        gradients, because who shares overflows lets them ``follow``, and because they do that, too, where somebody has
+        set this one.
+        """
+        self._queue = self._queue or queue
+        if queue == self._queue:
+            return self
+        if queue not in self._copies:
+            self._copies[queue] = self._elsewhere()
+        elif self._copies[queue].changes != self.changes:
+            self._copies[queue].follow(self.read(), 0)
+        self._copies[queue].changes = self.changes
+        return self._copies[queue]
+
+    def _elsewhere(self) -> LossScale:
         other = copy.copy(self)
         other._state = DeviceState(1.0)
         other.load_state_dict(self.state_dict())
         return other
 
+    @property
+    def copies(self) -> list[LossScale]:
+        """Those on other queues than the first."""
+        return list(self._copies.values())
+
     def follow(self, state: ScaleState, mask: int) -> None:
-        """Goes on from where the scale of another queue is, on which the optimizers in ``mask`` have overflowed."""
+        """Goes on from where the scale of another queue is, on which the optimizers in ``mask`` have overflowed; what
+        was assigned since the last ``adjust`` moves it no more."""
         own = self.read()
-        self._state.write(**state._replace(overflow=own.overflow | mask, nans=own.nans)._asdict())
+        self._state.write(**state._replace(overflow=own.overflow | mask, nans=own.nans)._asdict(), event=0)
 
     @property
     def last_seen(self) -> float:
@@ -275,7 +301,7 @@ class LossScale(bridge.Listed):
             RuntimeError: the dict is empty (it was saved while loss scaling was disabled).
             ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
         """
-        saved = _parse_state(state)
+        saved = parse_state(state)
         self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
         self.changes += 1
 
@@ -305,7 +331,7 @@ class NoLossScale(LossScale):
         super().__init__(1.0)
         self._one = _One(self._state)
 
-    def elsewhere(self) -> LossScale:
+    def _elsewhere(self) -> LossScale:
         return NoLossScale()
 
     def applied(self) -> AppliedScale:
@@ -336,4 +362,4 @@ class NoLossScale(LossScale):
             raise ValueError(f"loss scaling is off: the scale is 1 and cannot become {value!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _parse_state(state)  # a float16 run's, continued in bfloat16, is as good as any
+        parse_state(state)  # a float16 run's, continued in bfloat16, is as good as any

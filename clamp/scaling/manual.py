@@ -7,8 +7,6 @@ gradients, or clip them, between unscaling and the step.
 from __future__ import annotations
 
 import enum
-import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,7 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
 from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
-from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
+from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale, parse_state, positive
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes
 from clamp.scaling.step_report import History, Reports
@@ -50,33 +48,23 @@ class _Round:
     scalers: list[LossScale] = field(default_factory=list)
 
 
-_living: weakref.WeakSet[ManualScaling] = weakref.WeakSet()
-_living_lock = threading.RLock()
-
-
 def stages() -> Hashable:
     """The stages of optimizers that some scaler has unscaled or stepped since its last update: what the next call does
     depends on them."""
-    with _living_lock:
-        living = list(_living)
-    rounds = [(id(scaling), key, round_) for scaling in living for key, round_ in list(scaling._rounds.items())]
-    return tuple([(scaling, key, round_.stage, round_.checked) for scaling, key, round_ in rounds])
+    rounds = [(id(one), key, each) for one in bridge.living(ManualScaling) for key, each in list(one._rounds.items())]
+    return frozenset([(scaling, key, each.stage, each.checked) for scaling, key, each in rounds])
 
 
 def begin_anew(optimizer: Any) -> None:
     """An optimizer's gradients have been cleared: what passes have met since its last step is no step's, and if they
     were unscaled, the next ones are new."""
     give_up_passes(optimizer)
-    if not _living:
-        return
-    with _living_lock:
-        living = list(_living)
-    for scaling in living:
+    for scaling in bridge.living(ManualScaling):
         scaling.give_up(optimizer)
 
 
-class ManualScaling:
-    """A dynamic loss scale, one copy of it for each queue, and where each optimizer is.
+class ManualScaling(bridge.Listed):
+    """A dynamic loss scale, and where each optimizer is.
 
     Args:
         init_scale: finite and positive.
@@ -87,7 +75,7 @@ class ManualScaling:
         ValueError: init_scale is not finite and positive.
     """
 
-    _scale_class = DynamicLossScale
+    _scale_class, _floor = DynamicLossScale, SMALLEST
     moves = True  # whether it is ever updated
 
     def __init__(
@@ -99,16 +87,12 @@ class ManualScaling:
         # it has been updated since them.
         self._late: list[tuple[Reports, int]] = []
         self._is_late_due = False
-        self._scalers: dict[cl.CommandQueue, DynamicLossScale] = {}
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
         self._is_moved = False  # whether a batch that was given up has moved the scale, before its update()
-        self._rule = rule
-        self._start = {"loss_scale": init_scale, "unskipped": 0}  # of a scale that no queue has yet
-        self._make(self._start)  # raises for a scale that is none
-        with _living_lock:
-            _living.add(self)
+        self._scaler = self._scale_class(rule=replace(rule, min=self._floor, max=LARGEST))
+        self.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
 
     @property
     def history(self) -> History:
@@ -133,16 +117,9 @@ class ManualScaling:
     def _forget_late(self) -> None:
         self._late, self._is_late_due = [], False
 
-    def _make(self, state: Mapping[str, Any]) -> DynamicLossScale:
-        scaler = self._scale_class(rule=replace(self._rule, min=SMALLEST, max=LARGEST))
-        _load(scaler, state)
-        return scaler
-
-    def scale_on(self, queue: cl.CommandQueue) -> DynamicLossScale:
-        """The scale on a queue; a new one goes on from where the first one is."""
-        if queue not in self._scalers:
-            self._scalers[queue] = self._make(self.state_dict())
-        return self._scalers[queue]
+    def scale_on(self, queue: cl.CommandQueue) -> LossScale:
+        """The scale on a queue."""
+        return self._scaler.on(queue)
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -257,8 +234,7 @@ class ManualScaling:
         grads = [param.grad for param in params if param.grad is not None and bridge.on_device(param.grad)]
         with scale_lock:
             for scaler in round_.scalers:
-                of_queue = [grad for grad in grads if self._scalers.get(grad.queue) is scaler]
-                scaler.check_(of_queue)
+                scaler.check_([grad for grad in grads if self.scale_on(grad.queue) is scaler])
                 scaler.assign(round_.guard.mask, fresh=0)
 
     def update(self) -> None:
@@ -276,22 +252,22 @@ class ManualScaling:
             return
         if not rounds:
             raise RuntimeError("no inf checks were recorded prior to update(): call step(optimizer) before it.")
-        if len(self._scalers) > 1:
+        if self._scaler.copies:
             self._agree(rounds)
         else:
-            for scaler in self._scalers.values():
-                scaler.adjust()
+            self._scaler.adjust()
         self._is_late_due = bool(self._late)
         self._rounds.clear()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
         """One scale on all queues: an overflow on any lowers it on all."""
-        first, *others = self._scalers.values()
+        first = self._scaler
         if any(scaler.overflowed(round_.guard.mask) for round_ in rounds for scaler in round_.scalers):
             first.note_overflow()
         first.update(1, fresh=1)  # any bit: an optimizer's own is set anew when its gradients are looked at next
-        for scaler in others:
-            scaler.load_state_dict(first.state_dict())
+        state = first.read()
+        for scaler in first.copies:
+            scaler.follow(state, 0)
 
     def give_up(self, optimizer: Any) -> None:
         """Makes an optimizer ready again whose gradients were unscaled, and cleared before a step.
@@ -317,11 +293,8 @@ class ManualScaling:
         Raises:
             ValueError: the scale is not finite and positive.
         """
-        self._make({"loss_scale": scale, "unskipped": 0})
-        self._start = {**self._start, "loss_scale": scale}
-        for scaler in self._scalers.values():
-            _allow(scaler, scale)
-            scaler.set_scale(scale)
+        self._allow(scale)
+        self._scaler.set_scale(scale)
         self._is_late_due = bool(self._late)
         self._rounds.clear()
 
@@ -351,19 +324,15 @@ class ManualScaling:
     @property
     def rule(self) -> ScaleRule:
         """The rule by which the scale moves; may be replaced at any time."""
-        return self._rule
+        return self._scaler.rule
 
     @rule.setter
     def rule(self, rule: ScaleRule) -> None:
-        self._rule = rule
-        for scaler in self._scalers.values():
-            scaler.rule = replace(rule, min=scaler.rule.min, max=LARGEST)
+        self._scaler.rule = replace(rule, min=self._scaler.rule.min, max=LARGEST)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its growth tracker as apex names them; reads the device."""
-        for scaler in self._scalers.values():
-            return scaler.state_dict()
-        return self._start
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state; optimizers are ready again.
@@ -371,21 +340,15 @@ class ManualScaling:
         Raises:
             ValueError: the state is malformed. Nothing was changed.
         """
-        self._make(state)
-        self._start = dict(state)
-        for scaler in self._scalers.values():
-            _load(scaler, state)
+        parse_state(state)
+        self._allow(state["loss_scale"])
+        self._scaler.load_state_dict(state)
         self._rounds.clear()
 
-
-def _load(scaler: DynamicLossScale, state: Mapping[str, Any]) -> None:
-    if isinstance(state["loss_scale"], bool | np.bool_):
-        raise ValueError(f"the loss scale must be a finite positive number, not {state['loss_scale']!r}")
-    _allow(scaler, state["loss_scale"])
-    scaler.load_state_dict(state)
-
-
-def _allow(scaler: DynamicLossScale, scale: Any) -> None:
-    """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
-    if not scaler.lifts and isinstance(scale, int | float) and 0 < scale < scaler.rule.min:
-        scaler.rule = replace(scaler.rule, min=scale)
+    def _allow(self, scale: Any) -> None:
+        """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
+        if isinstance(scale, bool | np.bool_):
+            raise ValueError(f"the loss scale must be a finite positive number, not {scale!r}")
+        rule = self._scaler.rule
+        if positive("the loss scale", scale) < rule.min and not self._scaler.lifts:
+            self._scaler.rule = replace(rule, min=scale)

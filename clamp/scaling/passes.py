@@ -13,9 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
-import pyopencl as cl
-
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
@@ -24,11 +21,11 @@ from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery, gradient_marks
 from clamp.params.weight_cache import weight_cache
-from clamp.scaling.backward_pass import Averaging, PassGradients
-from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
+from clamp.scaling.backward_pass import Averaging, BackwardPass, Repeat
+from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
-from clamp.scaling.repeats import Repeat, Repeats, backward_again, in_turn
+from clamp.scaling.repeats import Repeats
 from clamp.scaling.scaled_loss import OptimWrapper, as_pass, check_loss, require_graph, scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, listed, warn_user
@@ -53,82 +50,65 @@ def scaled_pass(
     Raises:
         RuntimeError: at the end: the handle is shut down, or no gradient has come.
     """
-    ranks = None if scaling is None else scaling.ranks
-    repeats: Repeats | None = None
     has_run: list[None] = []
     if scaling is None:
-        reached = PassGradients(optimizers)
+        one = BackwardPass(loss.value, scaler, optimizers, guards)
     else:
-        may_overflow = partial(scaling.may_overflow, scaler, loss.value)
-        reached = PassGradients(optimizers, scaling.divides_all, may_overflow)
-    with undone_by_error(reached.put_back):
-        reached.refused = loss if scaler.scales else None
-        with delivery.waiting_in(reached):
+        one = BackwardPass(
+            loss.value, scaler, optimizers, guards, scaling.ranks, scaling.divides_all, scaling.repeats_overflows
+        )
+    with undone_by_error(one.put_back):
+        one.refused = loss if scaler.scales else None
+        with delivery.waiting_in(one):
             yield scaled_node(loss, scaler, partial(has_run.append, None))  # held by nobody here: it is freed at once
-        reached.refused = None
+        one.refused = None
         if scaling is not None and not scaling.is_active:
             raise RuntimeError(
                 "the AMP handle was shut down inside `with handle.scale_loss(...)`, whose end divides gradients: "
                 "call shutdown() after it. Gradients are as they were before the with"
             )
-        if ranks is not None:
-            reached.average(ranks, scaler)
-        reached.require_any(scaler, ran=ranks is not None or bool(has_run))
-        if scaling is not None and (others := reached.others):
+        one.average()
+        one.require_any(bool(has_run))
+        if scaling is not None and (others := one.others):
             scaling.warn_of_unnamed(others)
+        repeats: Repeats | None = None
         with scale_lock, uninterrupted():
             try:
-                launches = noting_launches(partial(reached.unscale, scaler, guards))
+                launches = noting_launches(one.unscale)
                 if recorder() is None:
-                    find = partial(backward_again, reached, scaler, guards, ranks)
-                    repeats = None if scaling is None else scaling.repeats(loss.value, scaler, guards, find)
-                    end_pass(guards, scaler)
+                    repeats = Repeats(one, one.end, one.again) if one.can_be_repeated else None
+                    one.end()
                 else:
-                    backwards = reached.backwards(recorded=True)
-                    repeat = partial(in_turn, [*backwards, *launches]) if backwards else None
-                    reached.forget_graphs()
-                    delivered = gradient_marks.snapshot(reached.tensors)
+                    again = one.again_in_replays(launches)
+                    delivered = gradient_marks.snapshot(one.tensors)
                     then = [guard.token for guard in guards]
-                    host_step(partial(_end_again, loss.value, guards, then, scaler, delivered, repeat, scaling))
+                    host_step(partial(_end_again, one, delivered, then, again, scaling))
             except BaseException:
                 scaler.forget_found()
                 raise
         if repeats is not None:
-            repeats.settle(partial(end_pass, guards, scaler), lambda: [(x, x.grad) for x in reached.tensors])
+            repeats.settle(one.tensors)
     weight_cache.clear()
 
 
 def _end_again(
-    loss: Tensor,
-    guards: Sequence[StepGuard],
-    then: Sequence[object],
-    scaler: LossScale,
-    delivered: Iterable[gradient_marks.Held],
-    again: Callable[[], object] | None,
+    one: BackwardPass, delivered: Iterable[gradient_marks.Held], then: Sequence[object], again: Repeat | None,
     scaling: PassScaling | None,
-) -> None:
+) -> None:  # fmt: skip
     """Ends a scaled pass while it is recorded, and each replay of it."""
 
     def end() -> None:
-        gradient_marks.restore(delivered, dict(zip(then, [guard.token for guard in guards], strict=True)))
-        end_pass(guards, scaler)
+        tokens = [guard.token for guard in one.guards]
+        gradient_marks.restore(delivered, dict(zip(then, tokens, strict=True)))
+        one.end()
 
-    repeats = None
     if scaling is not None:
         scaling.require_active("the replay of a scaled backward pass")
         scaling._shown = None
-        repeats = scaling.repeats(loss, scaler, guards, lambda: again)
+    repeats = Repeats(one, end, lambda: again) if one.can_be_repeated else None
     end()
     if repeats is not None:
-        repeats.settle(end)
-
-
-def end_pass(guards: Sequence[StepGuard], scaler: LossScale) -> None:
-    """Moves the scale, and tells the guards of the optimizers that the pass has reached."""
-    fresh = sum(guard.mask for guard in guards if scaler not in guard.pending)
-    scaler.update(sum(guard.mask for guard in guards), fresh)
-    for guard in guards:
-        guard.passed(scaler)
+        repeats.settle()
 
 
 class PassScaling:
@@ -155,15 +135,13 @@ class PassScaling:
     ) -> None:  # fmt: skip
         self._make_scaler = make_scaler
         self._wrap_step = wrap_step
-        self._repeats = on_overflow == "repeat"
+        self.repeats_overflows = on_overflow == "repeat"
         self.own = [make_scaler() for _ in range(num_losses)]
         self.first = self.own[0]
         self.wrapped: list[LossScale] = []
         self.guards = guards
         self.ranks: Averaging | None = None
         self.is_active = self.divides_all = False
-        # by id: a scale, the queue that it is on, and its copies on others, each as of so many changes to it
-        self._on_queues: dict[int, tuple[LossScale, Any, dict[Any, tuple[LossScale, int]]]] = {}
         self._unnamed: dict[int, weakref.ref[Tensor]] = {}  # what passes have reached that did not name its optimizer
         self._warns_of_unnamed = True
         self._shown: weakref.ref[Any] | None = None  # another scaler, which rules in place of the handle's
@@ -214,44 +192,12 @@ class PassScaling:
                 require_graph(loss)
                 self._shown = None
                 host_step(settle_late)
-                yield from scaled_pass(loss, self._on(loss.value.queue, scaler), optimizers, guards, self)
+                yield from scaled_pass(loss, scaler.on(loss.value.queue), optimizers, guards, self)
                 return
             if self.ranks is not None:
                 raise ValueError("handle.distribute averages gradients of OpenCL devices, not of netcl's numpy backend")
             note_numpy_backend()
             yield loss
-
-    def _on(self, queue: cl.CommandQueue, scaler: LossScale) -> LossScale:
-        """The scale on a queue. Its state lives on the first queue it is asked for; on each further one it gets a copy.
-
-        Copies move alike because replicas meet the same gradients, because an overflow of one is made that of all
-        (``collectives.share_overflows``), and because one that somebody has set is copied anew.
-        """
-        _, home, copies = self._on_queues.setdefault(id(scaler), (scaler, queue, {}))
-        if queue == home:
-            return scaler
-        if queue not in copies or copies[queue][1] != scaler.changes:
-            copies[queue] = scaler.elsewhere(), scaler.changes
-        return copies[queue][0]
-
-    def repeats(
-        self, loss: Tensor, scaler: LossScale, guards: Sequence[StepGuard], find: Callable[[], Repeat | None]
-    ) -> Repeats | None:
-        """Returns the repeats of a pass that is about to end; None if there are none.
-
-        Not of replicas on several queues, whose copies of the scale move alike, and of which none waits for its device
-        before the next one's pass.
-        """
-        if not self._repeats or not isinstance(scaler, DynamicLossScale) or id(scaler) not in self._on_queues:
-            return None
-        if self._on_queues[id(scaler)][2]:
-            return None
-        return Repeats(None if self.ranks is not None else loss, scaler, guards, find)
-
-    def may_overflow(self, scaler: LossScale, loss: Tensor) -> bool:
-        """Returns whether an overflow in a pass by this scale would be the scale's: at lower ones it is repeated."""
-        repeats = self.repeats(loss, scaler, (), lambda: None)
-        return repeats is not None and repeats.can_go_lower() and bool(np.isfinite(loss.to_host()).all())
 
     def warn_of_unnamed(self, tensors: Sequence[Tensor]) -> None:
         """Says once if some of these, which are trained, belong to no optimizer of the handle's or the program's."""

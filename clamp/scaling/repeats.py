@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.interrupts import uninterrupted
 from clamp.ops import transfer
-from clamp.ops.loss_scale import ScaleState, scale_lock
-from clamp.params import delivery, gradient_marks
-from clamp.scaling.backward_pass import Averaging, PassGradients
+from clamp.ops.loss_scale import ScaleState
+from clamp.params import gradient_marks
+from clamp.scaling.backward_pass import BackwardPass, Repeat
 from clamp.scaling.dynamic_scale import DynamicLossScale, settle_later
-from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_guard import StepGuard, are_steps_withheld
-
-Repeat: TypeAlias = Callable[[], object]  # does once more what was done
+from clamp.scaling.step_guard import are_steps_withheld
 
 
 class Repeats:
     """The repeats of one pass, made before it ends, when its gradients have been divided.
 
     Args:
-        loss: that of the pass: one that is inf or nan itself has no gradients at any scale. None where other
-            ranks, which do not know it, must decide the same.
-        scaler: its scale.
-        guards: of the pass's optimizers.
+        one: the pass; one that ``can_be_repeated``.
+        end: ends it, now and once more.
         find: finds what runs backward again, from the gradients of before the pass, and divides what comes; None where
             nothing does.
     """
 
-    def __init__(
-        self, loss: Tensor | None, scaler: DynamicLossScale, guards: Sequence[StepGuard],
-        find: Callable[[], Repeat | None],
-    ) -> None:  # fmt: skip
-        self._loss, self._scaler, self._guards, self._find = loss, scaler, guards, find
-        self._before = scaler.verdict()
-        self._pending = [(guard.pending, guard.passes) for guard in guards]
-        self._mask = sum(guard.mask for guard in guards)
-        fresh = sum(guard.mask for guard in guards if scaler not in guard.pending)
-        self._is_skipped = bool(self._before.overflow & self._mask & ~fresh)  # the step, whatever this pass finds
+    def __init__(self, one: BackwardPass, end: Repeat, find: Callable[[], Repeat | None]) -> None:
+        assert isinstance(one.scaler, DynamicLossScale)
+        self._scaler, self._guards, self._mask = one.scaler, one.guards, one.mask
+        self._loss = one.loss if one.ranks is None else None  # which other ranks, who must decide the same, do not know
+        self._end, self._find = end, find
+        self._before = one.scaler.verdict()
+        self._pending = [(guard.pending, guard.passes) for guard in one.guards]
+        self._is_skipped = bool(self._before.overflow & one.mask & ~one.fresh)  # the step, whatever this pass finds
         self._tried = 0
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
 
-    def can_go_lower(self) -> bool:
-        """Returns whether there are smaller scales than that of the pass."""
-        return self._before.scale > self._scaler.rule.min
-
-    def settle(self, end: Repeat, left: Callable[[], list[tuple[Tensor, Tensor | None]]] | None = None) -> None:
+    def settle(self, left: Sequence[Tensor] | None = None) -> None:
         """Repeats, after the end of the pass, its backward if it has overflowed, now, or when its gradients are used.
 
         Later is as before there were repeats: the host goes on, and waits with the step. So it is where the scale has
@@ -59,30 +45,29 @@ class Repeats:
         is made. Where the user has changed gradients meanwhile, the step is skipped.
 
         Args:
-            end: ends the pass, once more.
-            left: tensors, with the gradients that it has left to them. None in a recording, where nothing waits: what
-                is launched after the pass has its memory, in which its launches could not be repeated later.
+            left: tensors that it has left gradients to. None in a recording, where nothing waits: what is launched
+                after the pass has its memory, in which its launches could not be repeated later.
         """
         if self._is_skipped or are_steps_withheld():
             return
         one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
         if self._loss is None or left is None or not (one_by_one and self._before.growth_tracker):
             try:
-                self._settle(end)
+                self._settle()
             except BaseException:  # an interrupt, too: the pass is given up
                 self._rewind(self._before)
                 raise
             return
-        self._left, heard = left(), [guard.token for guard in self._guards]
+        self._left, heard = [(x, x.grad) for x in left], [guard.token for guard in self._guards]
         changes = self._scaler.changes
 
         def late() -> None:
             if changes == self._scaler.changes and heard == [guard.token for guard in self._guards]:
-                self._settle(end)
+                self._settle()
 
         settle_later(late)
 
-    def _settle(self, end: Repeat) -> None:
+    def _settle(self) -> None:
         """Reads what has become of the pass, and repeats its backward if it has overflowed.
 
         It is repeated at the largest scale that lets it pass, of those that so many overflows would lead to: the next
@@ -95,15 +80,15 @@ class Repeats:
         if not (first := self._overflow()):
             return
         try:
-            self._repeat(first, end)
+            self._repeat(first)
         except BaseException:
             for tensor, grad in self._left or ():  # as they were, with the inf
                 tensor.grad = grad
             self._rewind(self._before, first)
-            end()
+            self._end()
             raise
 
-    def _repeat(self, first: int, end: Repeat) -> None:
+    def _repeat(self, first: int) -> None:
         rule, scales = self._scaler.rule, [self._before.scale]
         while scales[-1] > rule.min:
             scales.append(max(scales[-1] * rule.backoff, rule.min))
@@ -111,10 +96,10 @@ class Repeats:
         again = None if is_hopeless or len(scales) < 2 else self._find()
         if again is None:
             return
-        found = self._found(scales, again, end) if self._is_as_left(again, end) else None
+        found = self._found(scales, again) if self._is_as_left(again) else None
         if found is None:
             self._rewind(self._before, first)
-            end()
+            self._end()
             return
         for guard in self._guards:
             guard.repeats += self._tried
@@ -129,12 +114,12 @@ class Repeats:
             scale = self._before.scale
         self._scaler.rewind(now._replace(scale=scale, growth_tracker=0, bad_steps=bad_steps % rule.hysteresis))
 
-    def _found(self, scales: Sequence[float], again: Repeat, end: Repeat) -> int | None:
+    def _found(self, scales: Sequence[float], again: Repeat) -> int | None:
         """Returns which of these falling scales is the largest that lets the pass be, as it then is."""
 
         def passes(number: int) -> bool:
             self._tried += 1
-            self._run(scales[number], again, end)
+            self._run(scales[number], again)
             return not self._overflow()
 
         bad, good, step = 0, 1, 1
@@ -151,7 +136,7 @@ class Repeats:
             passes(good)
         return good
 
-    def _is_as_left(self, again: Repeat, end: Repeat) -> bool:
+    def _is_as_left(self, again: Repeat) -> bool:
         """Returns whether the gradients are still those of the pass, to the bit; others stay as they are.
 
         Only another backward at the same scale tells: what kernels of a user's write goes unnoticed.
@@ -162,7 +147,7 @@ class Repeats:
             return False
         grads = [(tensor, grad) for tensor, grad in self._left if grad is not None]
         then = [bridge.read_bytes(grad) for _, grad in grads]
-        self._run(self._before.scale, again, end)
+        self._run(self._before.scale, again)
         if all(np.array_equal(bridge.read_bytes(x.grad), host) for (x, _), host in zip(grads, then, strict=True)):
             return True
         for (tensor, grad), host in zip(grads, then, strict=True):
@@ -170,10 +155,10 @@ class Repeats:
             bridge.write_bytes(grad, host)
         return False
 
-    def _run(self, scale: float, again: Repeat, end: Repeat) -> None:
+    def _run(self, scale: float, again: Repeat) -> None:
         self._rewind(self._before._replace(scale=scale, growth_tracker=0))
         again()
-        end()
+        self._end()
 
     def _overflow(self) -> int:
         """Returns what the pass has met: 0 nothing, 1 an inf, 2 a nan."""
@@ -184,29 +169,3 @@ class Repeats:
         self._scaler.rewind(state, found)
         for guard, before in zip(self._guards, self._pending, strict=True):
             guard.pending, guard.passes = before
-
-
-def backward_again(
-    reached: PassGradients, scaler: LossScale, guards: Sequence[StepGuard], ranks: Averaging | None
-) -> Repeat | None:
-    """Returns what ``Repeats`` finds for a pass that is not recorded."""
-    backwards = reached.backwards(recorded=False)
-
-    def again() -> None:
-        reached.put_back()
-        with nullcontext() if ranks is None else ranks.one_pass():
-            came = reached.anew()
-            with delivery.waiting_in(came):
-                in_turn(backwards)
-            if ranks is not None:
-                came.average(ranks, scaler)
-            with scale_lock, uninterrupted():
-                came.unscale(scaler, guards)
-
-    return again if backwards else None
-
-
-def in_turn(calls: Iterable[Repeat]) -> None:
-    """Makes these calls."""
-    for call in calls:
-        call()

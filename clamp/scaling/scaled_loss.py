@@ -73,7 +73,6 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
-    operand = Operand(loss, loss.value)
 
     def gradient(grad: Tensor, dtype: str) -> Tensor:  # noqa: ARG001  (it is float32)
         on_run()
@@ -83,7 +82,7 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
     value = scaler.scale_loss(loss.value)
     if value is loss.value:  # not scaled. Two nodes of one tensor would each have the other's gradient, too
         value = bridge.view(value, value.shape)
-    made = bound(value, {operand: gradient}, SCALE_OP)
+    made = bound(value, {Operand(loss, loss.value): gradient}, SCALE_OP)
     if isinstance(made, Node):
         made.loss_scale = scaler
     return made

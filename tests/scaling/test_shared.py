@@ -19,10 +19,9 @@ from clamp.bridge import Tensor
 from clamp.ops.loss_scale import DeviceState
 from clamp.params import delivery, gradient_marks
 from clamp.patching.collectives import share_overflows
-from clamp.scaling.backward_pass import PassGradients
+from clamp.scaling.backward_pass import BackwardPass
 from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.passes import end_pass
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard
 from tests.reference import to_device
@@ -492,13 +491,14 @@ def test_what_a_rank_had_is_added_to_what_other_ranks_have_found(
     for param in params if earlier == "user's" else ():
         param.grad = to_device(queue, np.ones(2))
     scaler, guard = handle.scalers[0], handle._scaling.guard(optimizer)
-    run = PassGradients([optimizer])
-    with delivery.waiting_in(run):
-        scaled_node(summed(*[params[index] for index in reached]), scaler).backward()
     theirs = [None if index in reached else to_device(queue, np.full(2, 7.0)) for index in range(2)]
-    run.average(Ranks(theirs), scaler)
-    run.unscale(scaler, [guard])
-    end_pass([guard], scaler)
+    loss = summed(*[params[index] for index in reached])
+    run = BackwardPass(loss.value, scaler, [optimizer], [guard], Ranks(theirs))
+    with delivery.waiting_in(run):
+        scaled_node(loss, scaler).backward()
+    run.average()
+    run.unscale()
+    run.end()
     before = 0.0 if earlier == "none" else 1.0
     for index, param in enumerate(params):
         np.testing.assert_array_equal(param.grad.to_host(), np.full(2, before + (1.0 if index in reached else 7.0)))
