@@ -111,7 +111,8 @@ class BackwardPass:
         self, loss: Tensor, scaler: LossScale, optimizers: Sequence[object], guards: Sequence[StepGuard],
         ranks: Averaging | None = None, of_all: bool = False, can_be_repeated: bool = False,
     ) -> None:  # fmt: skip
-        self.loss, self.scaler, self.guards, self.ranks = loss, scaler, guards, ranks
+        self.loss = loss
+        self.scaler, self.guards, self.ranks = scaler, guards, ranks
         self._optimizers, self._of_all, self._can_be_repeated = optimizers, of_all, can_be_repeated
         slots: dict[int, _Slot] = {}
         for optimizer in optimizers:

@@ -63,11 +63,6 @@ def count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
     return number
 
 
-def _check_dtype(dtype: str) -> None:
-    if dtype not in bridge.STORAGE:
-        raise TypeError(f"scale_loss: {dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
-
-
 def check_masks(mask: int, fresh: int) -> None:
     """Raises ValueError where mask has no bit or more than 32, or fresh has one that mask has not."""
     if not 0 < mask < 1 << _OPTIMIZERS:
@@ -194,7 +189,8 @@ class LossScale(bridge.Listed):
             TypeError: the loss has another dtype.
             ValueError: it is on another queue than before.
         """
-        _check_dtype(loss.dtype)
+        if loss.dtype not in bridge.STORAGE:
+            raise TypeError(f"scale_loss: {loss.dtype} cannot be scaled; float32, float16 or bfloat16 is needed")
         return self.applied().multiply(loss, "float32")
 
     def unscale_(
@@ -336,10 +332,6 @@ class NoLossScale(LossScale):
 
     def applied(self) -> AppliedScale:
         return self._one
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        _check_dtype(loss.dtype)
-        return cast(loss, "float32")
 
     def unscale_(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], applied: AppliedScale | None = None

@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -215,15 +214,14 @@ class StepGuard(bridge.Listed):
         if self.last is not last:
             self.last = reports.amend(scale_before=before, scale=scale)
         elif report is not None:
-            told = {field.name: getattr(report, field.name) for field in fields(report) if field.name != "step"}
-            self.last = reports.add(**told)
+            self.last = reports.add(report)
         else:
             bad, absent = self.met or (NonFinite(0, 0, ()), ())
             self._report_skip(str(bad) or "inf or nan in the gradients, which are gone", scale, before, bad, absent)
             reports.warn_of_kept(bad)
 
     def _report(self, stepped: bool, reason: str, scale: float, **more: Any) -> None:
-        self.last = self._guards.reports.add(stepped, reason, scale, repeats=self.repeats, **more)
+        self.last = self._guards.reports.add(StepReport(stepped, reason, scale, repeats=self.repeats, **more))
         self.repeats = 0
 
     def _report_skip(self, reason: str, scale: float, before: float, bad: NonFinite, absent: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -87,12 +87,6 @@ class History(Sequence[StepReport]):
 
     def __len__(self) -> int:
         return len(self._reports)
-
-    def __iter__(self) -> Iterator[StepReport]:
-        return iter(self._reports)
-
-    def __reversed__(self) -> Iterator[StepReport]:
-        return reversed(self._reports)
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -182,13 +176,13 @@ class Reports:
         self.tells = True  # whether observers hear of the steps: not where another's reports tell of them
         self._told_of_kept = False
 
-    def add(self, stepped: bool, reason: str, scale: float, **more: Any) -> StepReport:
-        """Keeps a numbered report of a step that is over; the arguments are `StepReport`'s."""
+    def add(self, report: StepReport) -> StepReport:
+        """Keeps the report of a step that is over, and numbers it."""
         PROGRESS.end_line()
         self.steps += 1
-        self.skips += not stepped
-        self.repeated += bool(more.get("repeats"))
-        report = StepReport(stepped, reason, scale, step=self.steps, **more)
+        self.skips += not report.stepped
+        self.repeated += bool(report.repeats)
+        report = replace(report, step=self.steps)
         self._kept.append(report)
         if self.tells:
             RESULTS.stepped(report)
