@@ -96,7 +96,8 @@ def master_for(model: Tensor) -> Tensor:
 
 def is_rounded(master: Tensor) -> bool:
     """Returns whether a master holds no more than its 16-bit parameter from one step to the next."""
-    return getattr(master, "_keeps", "copy") == "rounded"
+    parts: Copy | None = getattr(master, "parts", None)
+    return parts is not None and parts.keeps == "rounded"
 
 
 def require_kept(given: object, name: str) -> bool | str:
@@ -146,7 +147,7 @@ def _link(master: Tensor, model: Tensor, keeps: str = "copy", key: int = 0) -> N
         put_in_parts(master, model, keeps, key)
         return
     make_whole(master)
-    master._keeps = keeps
+    master.parts = Copy(model, keeps)
     if keeps == "rounded":
         cast_into(model, master)
 
@@ -292,13 +293,7 @@ def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
     there is none, or the step is to be measured before it is rounded."""
     if not _behind:
         return [None] * len(stepped)
-    models = [(param, _behind.get(id(param))) for param in stepped]
-    return [
-        None if model is None or lost_updates.is_expected(param)
-        else param.parts if isinstance(param, MasterInParts)
-        else Copy(model, getattr(param, "_keeps", "copy"))
-        for param, model in models
-    ]  # fmt: skip
+    return [param.parts if id(param) in _behind and not lost_updates.is_expected(param) else None for param in stepped]
 
 
 def were_rewritten(stepped: Iterable[Tensor]) -> None:

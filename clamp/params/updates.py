@@ -154,41 +154,19 @@ class _Unfinished(NamedTuple):
 _unfinished: dict[int, _Unfinished] = {}  # by id of the optimizer: a user's may have no hash
 
 
-class StepClock:
-    """The time of the last step of each optimizer, on a clock that ticks with every step."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._last: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id, as above
-
-    def tick(self, optimizer: Any) -> None:
-        """The optimizer steps."""
-        self.now += 1
-        key = id(optimizer)
-        known = self._last.get(key)
-        if known is None or known[0]() is not optimizer:
-            known = weakref.ref(optimizer, lambda _: self._last.pop(key, None)), 0
-        self._last[key] = known[0], self.now
-
-    def stepped_since(self, param: Tensor, time: int) -> bool:
-        """Returns whether an optimizer that has the parameter has stepped after that time."""
-        if self.now == time:
-            return False
-        later = [optimizer() for optimizer, last in self._last.copy().values() if last > time]
-        return any(param is each for x in later if x is not None for pair in masters.pairs(x) for each in pair)
-
-
-step_clock = StepClock()
+class _Steps:
+    made = 0  # the clock of ``_stepped_at`` of what optimizers step
 
 
 def moment() -> tuple[int, int]:
     """Now, for ``changed_since``."""
-    return writes.now, step_clock.now
+    return writes.now, _Steps.made
 
 
 def changed_since(tensor: Tensor, then: tuple[int, int]) -> bool:
     """Returns whether a tensor was written to since a moment, or stepped by an optimizer."""
-    return writes.since(tensor.buffer, then[0]) or step_clock.stepped_since(tensor, then[1])
+    stepped = (tensor, bridge.master_of(tensor)) if _Steps.made != then[1] else ()
+    return writes.since(tensor.buffer, then[0]) or any(getattr(x, "_stepped_at", 0) > then[1] for x in stepped)
 
 
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
@@ -216,7 +194,10 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
             return None
     stepped = [master for master, _ in found]
-    step_clock.tick(optimizer)
+    _Steps.made += 1
+    for param in getattr(optimizer, "params", ()):
+        if isinstance(param, Tensor):
+            param._stepped_at = _Steps.made
     try:
         result = masters.stepping(found, run)
     except BaseException:
