@@ -34,7 +34,7 @@ from clamp.recordings.watch import Watch
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
-from clamp.scaling.step_guard import StepGuard, StepGuards
+from clamp.scaling.step_guard import StepGuard, StepGuards, restoring
 from clamp.scaling.step_report import History, StepReport, warn_user
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]
@@ -282,8 +282,7 @@ class Graph:
                 "on the loss (tape.backward(loss) would not scale it)"
             )
         pairs = [pair for optimizer in self._optimizers for pair in masters.with_true_gradients(optimizer)]
-        delivered = gradient_marks.snapshot(x for pair in pairs for x in pair)
-        host_step(partial(self._step, delivered, [guard.token for guard in self._all_guards()]))
+        host_step(partial(self._step, restoring([x for pair in pairs for x in pair], self._all_guards())))
         return outputs
 
     def _backward(self, loss: Node, grad: Tensor | None = None) -> None:
@@ -299,9 +298,8 @@ class Graph:
     def _all_guards(self) -> list[StepGuard]:
         return [self._guards.of(optimizer) for optimizer in self._optimizers]
 
-    def _step(self, delivered: Sequence[gradient_marks.Held], then: Sequence[object]) -> None:
-        now = [guard.token for guard in self._all_guards()]
-        gradient_marks.restore(delivered, dict(zip(then, now, strict=True)))
+    def _step(self, restore: Callable[[], None]) -> None:
+        restore()
         for optimizer in self._optimizers:
             self._guards.of(optimizer).step(optimizer.step)
 

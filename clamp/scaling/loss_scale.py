@@ -35,7 +35,7 @@ from clamp.ops.cast import cast
 from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_, unscale_
 
-_OPTIMIZERS = 32  # bits of a mask
+MAX_OPTIMIZERS = 32  # one bit each in a mask
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # its reciprocal is finite, so that a scale down there can recover
 
@@ -65,8 +65,8 @@ def count(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
 
 def check_masks(mask: int, fresh: int) -> None:
     """Raises ValueError where mask has no bit or more than 32, or fresh has one that mask has not."""
-    if not 0 < mask < 1 << _OPTIMIZERS:
-        raise ValueError(f"mask must have between 1 and {_OPTIMIZERS} bits, not {mask:#b}")
+    if not 0 < mask < 1 << MAX_OPTIMIZERS:
+        raise ValueError(f"mask must have between 1 and {MAX_OPTIMIZERS} bits, not {mask:#b}")
     if fresh & ~mask:
         raise ValueError(f"fresh {fresh:#b} has bits that mask {mask:#b} has not")
 
@@ -82,7 +82,7 @@ def parse_state(state: Mapping[str, Any]) -> ScaleState:
     return ScaleState(
         positive("loss_scale", state["loss_scale"]),
         count("unskipped", state["unskipped"]),
-        count("overflow", state.get("overflow", 0), most=2**_OPTIMIZERS - 1),
+        count("overflow", state.get("overflow", 0), most=2**MAX_OPTIMIZERS - 1),
         count("bad_steps", state.get("bad_steps", 0)),
     )
 

@@ -27,7 +27,7 @@ from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale, parse_state, positive
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes, restoring
 from clamp.scaling.step_report import History, Reports
 
 
@@ -153,23 +153,19 @@ class ManualScaling(bridge.Listed):
             raise RuntimeError("unscale_() is being called after step(): call update() before it.")
         found = masters.pairs(optimizer)
         with scale_lock, uninterrupted():
-            token = round_.guard.token
-            scalers, checked = unscale_gradients(found, self.scale_on, frozenset((token,)))
-            held = gradient_marks.snapshot(x for pair in found for x in pair) if recorder() is not None else []
-            host_step(partial(self._unscaled, optimizer, scalers, checked, held, token))
+            scalers, checked = unscale_gradients(found, self.scale_on, frozenset((round_.guard.token,)))
+            divided = [x for pair in found for x in pair] if recorder() is not None else []
+            host_step(partial(self._unscaled, optimizer, scalers, checked, restoring(divided, [round_.guard])))
 
-    def _unscaled(
-        self, optimizer: Any, scalers: list[LossScale], checked: int, held: Iterable[gradient_marks.Held], then: object
-    ) -> None:
+    def _unscaled(self, optimizer: Any, scalers: list[LossScale], checked: int, restore: Callable[[], None]) -> None:
         """Notes that an optimizer's gradients have been divided, in each replay of a recording as well.
 
         Args:
-            held: these gradients, in a recording.
-            then: what their marks call the optimizer's guard.
+            restore: gives its parameters these gradients.
         """
+        restore()
         round_ = self._round(optimizer)
         guard = round_.guard
-        gradient_marks.restore(held, {then: guard.token})
         for scaler in scalers:
             scaler.assign(guard.mask, fresh=guard.mask)
             guard.passed(scaler)

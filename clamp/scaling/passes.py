@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import contextmanager, holding, uninterrupted
 from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
-from clamp.params import delivery, gradient_marks
+from clamp.params import delivery
 from clamp.params.weight_cache import weight_cache
 from clamp.scaling.backward_pass import Averaging, BackwardPass, Repeat
 from clamp.scaling.dynamic_scale import settle_late
@@ -27,7 +27,7 @@ from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.repeats import Repeats
 from clamp.scaling.scaled_loss import OptimWrapper, as_pass, check_loss, require_graph, scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, restoring
 from clamp.scaling.step_report import History, listed, warn_user
 
 
@@ -80,9 +80,7 @@ def scaled_pass(
                     one.end()
                 else:
                     again = one.again_in_replays(launches)
-                    delivered = gradient_marks.snapshot(one.tensors)
-                    then = [guard.token for guard in guards]
-                    host_step(partial(_end_again, one, delivered, then, again, scaling))
+                    host_step(partial(_end_again, one, restoring(one.tensors, guards), again, scaling))
             except BaseException:
                 scaler.forget_found()
                 raise
@@ -92,14 +90,12 @@ def scaled_pass(
 
 
 def _end_again(
-    one: BackwardPass, delivered: Iterable[gradient_marks.Held], then: Sequence[object], again: Repeat | None,
-    scaling: PassScaling | None,
-) -> None:  # fmt: skip
+    one: BackwardPass, restore: Callable[[], None], again: Repeat | None, scaling: PassScaling | None
+) -> None:
     """Ends a scaled pass while it is recorded, and each replay of it."""
 
     def end() -> None:
-        tokens = [guard.token for guard in one.guards]
-        gradient_marks.restore(delivered, dict(zip(then, tokens, strict=True)))
+        restore()
         one.end()
 
     if scaling is not None:

@@ -24,7 +24,7 @@ from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates
 from clamp.params.masters import pairs
 from clamp.scaling.dynamic_scale import settle_late
-from clamp.scaling.loss_scale import LossScale
+from clamp.scaling.loss_scale import MAX_OPTIMIZERS, LossScale
 from clamp.scaling.step_report import (
     NonFinite,
     Reports,
@@ -49,7 +49,6 @@ class _Withheld(threading.local):
 
 _withheld = of_threads(_Withheld())
 _NOTHING_HEARD: Mapping[str, Any] = {"pending": {}, "passes": 0, "passes_before": 0, "repeats": 0}  # by a new guard
-MAX_OPTIMIZERS = 32  # one bit each in a scaler's overflow word
 
 
 class StepGuard(bridge.Listed):
@@ -236,6 +235,17 @@ class StepGuard(bridge.Listed):
         if ids != self._absent[0]:
             self._absent = ids, tuple(names_among(params, absent))
         return self._absent[1]
+
+
+def restoring(tensors: Iterable[Tensor], guards: Sequence[StepGuard]) -> Callable[[], None]:
+    """Returns what gives tensors, in each replay, the gradients that they have here, of which these guards have heard
+    what they have heard here."""
+    held, then = gradient_marks.snapshot(tensors), [guard.token for guard in guards]
+
+    def restore() -> None:
+        gradient_marks.restore(held, dict(zip(then, [guard.token for guard in guards], strict=True)))
+
+    return restore
 
 
 @contextmanager
