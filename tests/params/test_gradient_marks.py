@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -11,19 +10,18 @@ from unittest.mock import Mock
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl import amp as netcl_amp
 from netcl import autograd as ag
 from netcl.autograd.engine import apply_op
 from netcl.optim import SGD, Adam, clip
 
 from clamp import amp
 from clamp.bridge import Parameter, Tensor
-from clamp.compat import paddle
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import gradient_marks, masters
 from clamp.params.writes import writes
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
+from tests.compat.test_scalers import FACES
 from tests.networks import LR, Task, scaled_backward
 from tests.reference import to_device
 
@@ -57,22 +55,6 @@ def test_backward_of_the_loss_itself_is_refused_on_the_spot(task: Task, dtype: s
         assert task.gradient == 5.0
     task.backward(handle)
     assert task.gradient == 6.0
-
-
-@pytest.mark.parametrize("fails_first", [True, False])
-def test_an_exception_in_backward_leaves_no_gradient_where_there_was_none(
-    task: Task, handle: amp.AmpHandle, fails_first: bool
-) -> None:
-    def fail(grad: Tensor) -> list[Tensor]:
-        raise KeyboardInterrupt
-
-    other = Parameter.from_host(task.queue, np.ones(3, np.float32))
-    broken = ag.sum(ag.apply_op(lambda x: to_device(task.queue, x.to_host()), fail, ag.tensor(other)))
-    loss = ag.add(broken, task.loss()) if fails_first else ag.add(task.loss(), broken)
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    assert task.weight.grad is None
-    assert other.grad is None
 
 
 def test_where_nothing_is_scaled_the_loss_itself_will_do(task: Task) -> None:
@@ -218,27 +200,31 @@ def test_plain_gradients_before_within_and_after_add_up(task: Task) -> None:
     assert task.moved == 31
 
 
-def test_an_exception_in_backward_leaves_every_gradient(task: Task, handle: amp.AmpHandle) -> None:
-    task.set_gradient(5.0)
+@pytest.mark.parametrize("before", [None, 5.0])
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_an_exception_in_backward_leaves_every_gradient(
+    task: Task, handle: amp.AmpHandle, fails_first: bool, before: float | None
+) -> None:
+    other = Parameter.from_host(task.queue, np.ones(3, np.float32))
+    if before is not None:
+        task.set_gradient(before)
 
     def fail(grad: Tensor) -> list[Tensor]:
         raise KeyboardInterrupt
 
-    def half_way(size: float) -> Any:
-        broken = ag.apply_op(lambda x: to_device(task.queue, x.to_host()), fail, ag.tensor(task.weight))
-        return ag.add(task.loss(size), ag.sum(broken))
+    def half_way() -> Any:
+        of = ag.tensor(other if before is None else task.weight)
+        parts = ag.sum(ag.apply_op(lambda x: to_device(task.queue, x.to_host()), fail, of)), task.loss()
+        return ag.add(*(parts if fails_first else reversed(parts)))
 
     with pytest.raises(KeyboardInterrupt):
-        half_way(1.0).backward()
-    assert task.gradient == 5.0
-    with (
-        pytest.raises(KeyboardInterrupt),
-        handle.scale_loss(half_way(1.0), task.optimizer) as scaled_loss,
-    ):
+        half_way().backward()
+    with pytest.raises(KeyboardInterrupt), handle.scale_loss(half_way(), task.optimizer) as scaled_loss:
         scaled_loss.backward()
-    assert task.gradient == 5.0
+    assert other.grad is None
+    assert task.weight.grad is None if before is None else task.gradient == before
     task.backward(handle)
-    assert task.gradient == 6.0
+    assert task.gradient == 1.0 + (before or 0.0)
 
 
 # ---------------------------------------------------------------------------------------------- several models
@@ -367,32 +353,20 @@ def test_clipping_scaled_gradients_is_refused_where_casts_are_off_too(
 # ---------------------------------------------------------------------------------------------- changing hands
 
 
-def netcl_step(scaler: netcl_amp.GradScaler, task: Task) -> None:
-    scaler.step(task.optimizer, [task.weight])
-
-
 @pytest.fixture
 def fp32() -> amp.AmpHandle:
     """AMP without casts: what is wrong here is wrong by a scale, not by rounding."""
     return amp.init(dtype="float32")  # type: ignore[return-value]
 
 
-def test_an_unscaled_backward_is_not_divided(task: Task, fp32: amp.AmpHandle) -> None:
-    torch, paddles, netcls = amp.GradScaler(SCALE), paddle.GradScaler(init_loss_scaling=SCALE), netcl_amp.GradScaler(8)
-    for number, step in enumerate(
-        (
-            lambda: torch.step(task.optimizer),
-            lambda: paddles.minimize(task.optimizer, None),
-            lambda: netcl_step(netcls, task),
-        )
-    ):
-        for scaler in (torch, paddles):
-            scaler.scale(task.loss())  # a scaler that has scaled something
-        task.optimizer.zero_grad()
-        task.loss().backward()
-        with pytest.warns(UserWarning, match="not divided by the loss scale"):  # PyTorch, Paddle and netcl divide it
-            step()
-        assert task.moved == number + 1
+@pytest.mark.parametrize("face", FACES)
+def test_an_unscaled_backward_is_not_divided(task: Task, fp32: amp.AmpHandle, face: str) -> None:
+    scaler = FACES[face](scale=SCALE)
+    scaler.scale(task.loss())  # it has scaled something
+    task.loss().backward()
+    with pytest.warns(UserWarning, match="not divided by the loss scale"):  # PyTorch, Paddle and netcl divide it
+        scaler.step(task.optimizer)
+    assert task.moved == 1
 
 
 def test_unscaled_float16_gradients_are_used_with_a_warning(task: Task) -> None:
@@ -430,19 +404,13 @@ def test_two_gradscalers_on_one_gradient(task: Task, fp32: amp.AmpHandle) -> Non
     assert task.moved == 2
 
 
-@pytest.mark.parametrize("stepper", ["torch", "paddle", "netcl"])
+@pytest.mark.parametrize("stepper", FACES)
 def test_scaled_by_one_and_stepped_by_another_raises(task: Task, fp32: amp.AmpHandle, stepper: str) -> None:
     amp.GradScaler(8.0).scale(task.loss()).backward()
-    torch, paddles, netcls = amp.GradScaler(16.0), paddle.GradScaler(init_loss_scaling=16.0), netcl_amp.GradScaler(16.0)
-    for scaler in (torch, paddles):
-        scaler.scale(task.loss())
-    step = {
-        "torch": lambda: torch.step(task.optimizer),
-        "paddle": lambda: paddles.step(task.optimizer),
-        "netcl": lambda: netcl_step(netcls, task),
-    }[stepper]
+    other = FACES[stepper](scale=16.0)
+    other.scale(task.loss())
     with pytest.raises(RuntimeError, match="another scaler"):
-        step()
+        other.step(task.optimizer)
     assert (task.moved, task.gradient) == (0, 8.0)
 
 
@@ -458,33 +426,19 @@ def test_accumulated_across_an_update_that_grew_the_scale(task: Task, fp32: amp.
     assert task.moved == 2
 
 
-def set_netcls(scaler: netcl_amp.GradScaler, scale: float) -> None:
-    scaler._scale = scale
-
-
-@pytest.mark.parametrize("change", ["update", "load_state_dict", "set_init_loss_scaling", "_scale"])
+@pytest.mark.parametrize("change", [*FACES, "load_state_dict"])
 @pytest.mark.parametrize("unit", [16.0, 2.0])
 def test_a_scale_that_changes_between_backward_and_step(
     task: Task, fp32: amp.AmpHandle, change: str, unit: float
 ) -> None:
-    torch, paddles, netcls = amp.GradScaler(8.0), paddle.GradScaler(init_loss_scaling=8.0), netcl_amp.GradScaler(8.0)
-    scale: Callable[[Any], Any] = torch.scale
-    step: Callable[[], Any] = lambda: torch.step(task.optimizer)  # noqa: E731
-    if change == "update":
-        move: Callable[[], Any] = lambda: torch.update(unit)  # noqa: E731
-    elif change == "load_state_dict":
-        move = lambda: torch.load_state_dict({**torch.state_dict(), "scale": unit})  # noqa: E731
-    elif change == "set_init_loss_scaling":
-        scale, step = paddles.scale, lambda: paddles.step(task.optimizer)
-        move = lambda: paddles.set_init_loss_scaling(unit)  # noqa: E731
-    else:
-        scale, step = netcls.scale_loss, lambda: netcl_step(netcls, task)
-        move = lambda: set_netcls(netcls, unit)  # noqa: E731
-    scale(task.loss()).backward()
-    move()
-    scale(task.loss()).backward()  # of the new scale, added to the old one's
-    move()
-    step()
+    scaler = FACES[change if change in FACES else "pytorch"](scale=8.0)
+    for _ in range(2):  # of the new scale, added to the old one's
+        scaler.scale(task.loss()).backward()
+        if change == "load_state_dict":
+            scaler.one.load_state_dict({**scaler.one.state_dict(), "scale": unit})
+        else:
+            scaler.set_scale(unit)
+    scaler.step(task.optimizer)
     assert task.moved == 2
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from netcl.amp import GradScaler as NetclScaler
 from netcl.optim import SGD
 
 from clamp import amp
-from clamp.compat import paddle
+from tests.compat.test_scalers import FACES
 from tests.networks import batch, loss_of, mlp
 from tests.scaling.test_overflow import plant
 from tests.scaling.test_shared import parameter, scaled, summed
@@ -37,31 +36,16 @@ class Handled:
 class ByScaler:
     """A GradScaler."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, face: str) -> None:
         self.handle = amp.init()
-        self._scaler = make()
+        self._scaler = FACES[face]()
 
     def step(self, param: Any, optimizer: Any, bad: bool) -> None:
         self._scaler.scale(summed(param)).backward()
         if bad:
             plant(param)
         self._scaler.step(optimizer)
-        self._scaler.update()
-
-
-class ByNetcls:
-    """netcl's GradScaler."""
-
-    def __init__(self) -> None:
-        self.handle = amp.init()
-        self._scaler = NetclScaler()
-
-    def step(self, param: Any, optimizer: Any, bad: bool) -> None:
-        self._scaler.scale_loss(summed(param)).backward()
-        if bad:
-            plant(param)
-        self._scaler.step(optimizer, [param])
-        self._scaler.update()
+        self._scaler.one.update()
 
 
 class Alone:
@@ -82,8 +66,8 @@ LOOPS: dict[str, Callable[[], Any]] = {
     "a static scale": lambda: Handled(loss_scale=8.0),
     "bfloat16": lambda: Handled(dtype="bfloat16"),
     "no scaling": Alone,
-    "GradScaler": lambda: ByScaler(amp.GradScaler),
-    "Paddle's": lambda: ByScaler(paddle.GradScaler),
+    "GradScaler": lambda: ByScaler("pytorch"),
+    "Paddle's": lambda: ByScaler("paddle"),
 }
 TOLD = "were not finite before this pass: call zero_grad"
 
@@ -116,7 +100,7 @@ def test_a_forgotten_zero_grad_after_an_overflow_is_named(queue: cl.CommandQueue
 def test_a_forgotten_zero_grad_is_named_where_netcls_scaler_decides(queue: cl.CommandQueue) -> None:
     param = parameter(queue)
     optimizer = SGD([param], lr=1.0)
-    loop = ByNetcls()
+    loop = ByScaler("netcl")
     loop.step(param, optimizer, True)
     with pytest.warns(UserWarning, match=TOLD):
         loop.step(param, optimizer, False)
