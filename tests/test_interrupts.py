@@ -34,7 +34,7 @@ from clamp.debug.traces import Trace, TracedValue
 from clamp.handle import AmpHandle
 from clamp.opencl.host_steps import replaying, unrecorded
 from clamp.ops.cast import LISTENERS
-from clamp.params.delivery import noting_reached, waiting_in
+from clamp.params.delivery import PassGradients, noting_reached, waiting_in
 from clamp.params.gradient_marks import noting_held
 from clamp.patching.user_functions import CustomBackward, CustomForward
 from clamp.report import write_run
@@ -98,17 +98,12 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
     "ops counted": _inside(amp.debugging.collect_operator_stats),
     "a run that is only looked at": _draw,
     "observers told in backward": _inside(forward_again),
-    "a scaled pass": _inside(lambda: waiting_in(_Pass())),
+    "a scaled pass": _inside(lambda: waiting_in(PassGradients([]))),
     "gradients noted": _inside(noting_reached),
     "gradients held": _inside(noting_held),
     "a step by a GradScaler": _inside(lambda: PassScaling.stepped_with(_HANDLE, _SCALING, object())),
     "no tape": _inside(lambda: bridge.on_tape(None)),
 }
-
-
-class _Pass:
-    def keep(self, leaf: Any, grad: Any) -> bool:
-        return False
 
 
 _OBSERVER: Observer = Observer()

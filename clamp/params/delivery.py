@@ -11,15 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from clamp import bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.interrupts import among, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
+from clamp.params import masters
 from clamp.params.gradient_marks import (
     PLAIN,
     PLAIN_HALF,
@@ -28,30 +30,112 @@ from clamp.params.gradient_marks import (
     adding_to,
     has_lost_bits,
     mark_of,
+    note_restorable,
     restore,
     set_mark,
     snapshot,
 )
+from clamp.params.writes import writes
+
+Repeat: TypeAlias = Callable[[], object]  # does once more what was done
 
 
-class Waiting(Protocol):
-    """Keeps gradients of other scales until a scaled pass ends.
+@dataclass(slots=True)
+class Slot:
+    """A parameter, or an input whose gradient the user wants.
 
     Attributes:
-        refused: the loss, from which backward must not run until then; None without.
+        master: what the optimizer steps.
+        model: what backward gives a gradient to.
+        before: the gradient when the pass began.
+        earlier: what a backward of this pass found there, to be added to this pass's at the end.
     """
 
-    refused: Node | None
+    master: Tensor
+    model: Tensor
+    before: Tensor | None
+    earlier: Tensor | None = None
+
+    @property
+    def reached(self) -> Tensor | None:
+        """The gradient that has come meanwhile."""
+        return self.model.grad if self.model.grad is not self.before else None
+
+
+class _Run(NamedTuple):
+    """A backward of the pass: see ``PassGradients.ran``.
+
+    Attributes:
+        gave: the gradients that it has left to what it reached.
+        since: when that was, on the clock of ``clamp.params.writes``.
+    """
+
+    reached: Sequence[Tensor]
+    before: Mapping[int, Tensor]
+    root: Node | None
+    again: Repeat | None
+    launches: Sequence[Repeat]
+    gave: Sequence[Tensor]
+    since: int
+
+
+def is_input(leaf: Tensor) -> bool:
+    """Returns whether a leaf is no parameter, as far as is known, and wants a gradient all the same: for the user's
+    eyes."""
+    return not isinstance(leaf, Parameter) and leaf.requires_grad and not bridge.is_linked(leaf)
+
+
+class PassGradients:
+    """The gradients that the backwards of one scaled pass deliver to some optimizers' parameters.
+
+    What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
+    a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
+
+    Args:
+        optimizers: those of the pass.
+        of_all: whether the gradients of all else that the pass has reached are divided, too.
+
+    Attributes:
+        refused: the loss, from which backward must not run until the end of the pass; None without.
+        stepped: how many of the ``slots`` are of parameters of the optimizers, which come first.
+        came: the gradients that were there at the end.
+    """
+
+    def __init__(self, optimizers: Sequence[object], of_all: bool = False) -> None:
+        self.optimizers, self.of_all = optimizers, of_all
+        slots: dict[int, Slot] = {}
+        for optimizer in optimizers:
+            for master, model in masters.pairs(optimizer):
+                if id(master) not in slots:
+                    if model is not master:
+                        masters.gather(master, model)
+                    slots[id(master)] = Slot(master, model, master.grad)
+        self.slots = list(slots.values())
+        note_restorable(slot.before for slot in self.slots)
+        self.stepped = len(self.slots)
+        self._by_model = {id(slot.model): slot for slot in self.slots}
+        self._ran: list[_Run] = []
+        self.refused: Node | None = None
+        self.came: Sequence[Tensor | None] | None = None
+        self._is_alone = not running.waiting  # no pass is inside of another
+        for outer in running.waiting.values():
+            outer._is_alone = False
 
     def may_overflow(self) -> bool:
         """Returns whether what overflows in it now would be run again at a lower scale."""
+        return False
 
     def keep(self, leaf: Tensor, grad: Tensor) -> bool:
         """Takes what was on a leaf before backward; False if the leaf is none of the pass's."""
+        slot = self._slot_of(leaf, grad)
+        if slot is None:
+            return False
+        slot.earlier = grad if slot.earlier is None else added(slot.earlier, grad)
+        return True
 
     def ran(
-        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Callable[[], object],
-        launches: Sequence[Callable[[], object]],
+        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Repeat,
+        launches: Sequence[Repeat],
     ) -> None:  # fmt: skip
         """A backward has given these leaves gradients.
 
@@ -61,6 +145,73 @@ class Waiting(Protocol):
             again: runs it once more.
             launches: does so in the recording that it ran in, if it did, for as long as there is that.
         """
+        gave = [leaf.grad for leaf in reached]
+        self._ran.append(_Run(reached, before, root, again, launches, gave, writes.now))
+
+    def backwards(self, recorded: bool) -> list[Repeat]:
+        """Calls that run its backwards once more, after ``put_back``; none where gradients are not what they gave (the
+        user has cleared or changed some, or passes are inside of each other) or a graph is gone.
+
+        Args:
+            recorded: whether the pass ends in the recording in which it began, which has not been given up since.
+        """
+        expected = {id(slot.model): slot.before for slot in self.slots}
+        for run in self._ran:
+            if any(id(x) in expected and expected[id(x)] is not run.before.get(id(x)) for x in run.reached):
+                return []
+            expected.update((id(x), grad) for x, grad in zip(run.reached, run.gave, strict=True))
+        came = zip(self.slots, self.came or (), strict=True)
+        as_given = self._is_alone and all(expected[id(slot.model)] is grad for slot, grad in came)
+        written = any(writes.since(grad.buffer, run.since) for run in self._ran for grad in run.gave)
+        nodes = (node for run in self._ran if run.root is not None for node in bridge.graph(run.root))
+        gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
+        if not as_given or written or gone:
+            return []
+        calls = [run.launches[0] if recorded and run.launches else run.again for run in self._ran]
+        return [call for call in calls if call is not None]
+
+    def forget_graphs(self) -> None:
+        """Lets go of what ``backwards`` needs, and ``put_back`` does not."""
+        self._ran = [run._replace(root=None, again=None, launches=(), gave=()) for run in self._ran]
+
+    def put_back(self) -> None:
+        """Gives all that this pass has reached, and the parameters, the gradients they had before it."""
+        for run in reversed(self._ran):
+            for leaf in run.reached:
+                leaf.grad = run.before.get(id(leaf))
+        for slot in self.slots:
+            masters.share_gradient(slot.master, slot.model, slot.before)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, and masters."""
+        return [tensor for slot in self.slots for tensor in (slot.master, slot.model)]
+
+    @property
+    def others(self) -> list[Tensor]:
+        """Tensors that are trained, and have got a gradient that stays multiplied: no optimizer named has them."""
+        if self.of_all:
+            return []
+        known = self._by_model
+        found = [leaf for run in self._ran for leaf in run.reached if id(leaf) not in known]
+        return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
+
+    def note_came(self) -> None:
+        """The backwards of the pass are over."""
+        for run in self._ran:
+            for leaf in run.reached:
+                if id(leaf) not in self._by_model:
+                    self._slot_of(leaf, run.before.get(id(leaf)))
+        self.came = [slot.model.grad for slot in self.slots]
+
+    def _slot_of(self, leaf: Tensor, before: Tensor | None) -> Slot | None:
+        """An input is divided like a parameter from the first time on, and so is, in a pass that divides all, what no
+        optimizer of it has. What another optimizer has stays as it is, for a pass that names that one."""
+        slot = self._by_model.get(id(leaf))
+        if slot is None and (self.of_all or is_input(leaf)):
+            slot = self._by_model[id(leaf)] = Slot(leaf, leaf, before)
+            self.slots.append(slot)
+        return slot
 
 
 class _Pass:
@@ -124,13 +275,13 @@ class _Running(threading.local):
     now: _Pass | None = None
 
     def __init__(self) -> None:
-        self.waiting: dict[object, Waiting] = {}
+        self.waiting: dict[object, PassGradients] = {}
 
 
 running = of_threads(_Running())
 
 
-def waiting_in(scaled_pass: Waiting) -> AbstractContextManager[None]:
+def waiting_in(scaled_pass: PassGradients) -> AbstractContextManager[None]:
     """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
     return among(running.waiting, scaled_pass)
 

@@ -3,29 +3,26 @@ by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Parameter, Tensor
+from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import uninterrupted
 from clamp.ops.loss_scale import AppliedScale, scale_lock
 from clamp.params import delivery, gradient_marks, masters
+from clamp.params.delivery import Repeat
 from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
-from clamp.params.writes import writes
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import warn_user
-
-Repeat: TypeAlias = Callable[[], object]  # does once more what was done
 
 
 class Averaging(Protocol):
@@ -46,56 +43,8 @@ class Averaging(Protocol):
         """This one has ended its training."""
 
 
-@dataclass(slots=True)
-class _Slot:
-    """A parameter, or an input whose gradient the user wants.
-
-    Attributes:
-        master: what the optimizer steps.
-        model: what backward gives a gradient to.
-        before: the gradient when the pass began.
-        earlier: what a backward of this pass found there, to be added to this pass's at the end.
-    """
-
-    master: Tensor
-    model: Tensor
-    before: Tensor | None
-    earlier: Tensor | None = None
-
-    @property
-    def reached(self) -> Tensor | None:
-        """The gradient that has come meanwhile."""
-        return self.model.grad if self.model.grad is not self.before else None
-
-
-class _Run(NamedTuple):
-    """A backward of the pass: see :class:`clamp.params.delivery.Waiting`.
-
-    Attributes:
-        gave: the gradients that it has left to what it reached.
-        since: when that was, on the clock of ``clamp.params.writes``.
-    """
-
-    reached: Sequence[Tensor]
-    before: Mapping[int, Tensor]
-    root: Node | None
-    again: Repeat | None
-    launches: Sequence[Repeat]
-    gave: Sequence[Tensor]
-    since: int
-
-
-def _is_input(leaf: Tensor) -> bool:
-    """Returns whether a leaf is no parameter, as far as is known, and wants a gradient all the same: for the user's
-    eyes."""
-    return not isinstance(leaf, Parameter) and leaf.requires_grad and not bridge.is_linked(leaf)
-
-
-class BackwardPass:
-    """One backward pass from a scaled loss, and the gradients that it delivers to some optimizers' parameters.
-
-    What is there when a backward of the pass begins waits until the pass ends, so that no gradient is ever divided by
-    a scale twice. What a user clears before (``zero_grad`` inside the ``with``) is gone.
+class BackwardPass(delivery.PassGradients):
+    """One backward pass from a scaled loss.
 
     Args:
         loss: its value.
@@ -103,7 +52,7 @@ class BackwardPass:
         optimizers: those whose parameters the pass is to reach.
         guards: theirs, which hear of an inf or nan in it.
         ranks: those that average its gradients.
-        of_all: whether the gradients of all else that it has reached are divided, too.
+        of_all: as of ``PassGradients``.
         can_be_repeated: whether a backward that overflows may be run again, at lower scales.
     """
 
@@ -111,28 +60,10 @@ class BackwardPass:
         self, loss: Tensor, scaler: LossScale, optimizers: Sequence[object], guards: Sequence[StepGuard],
         ranks: Averaging | None = None, of_all: bool = False, can_be_repeated: bool = False,
     ) -> None:  # fmt: skip
+        super().__init__(optimizers, of_all)
         self.loss = loss
         self.scaler, self.guards, self.ranks = scaler, guards, ranks
-        self._optimizers, self._of_all, self._can_be_repeated = optimizers, of_all, can_be_repeated
-        slots: dict[int, _Slot] = {}
-        for optimizer in optimizers:
-            for master, model in masters.pairs(optimizer):
-                if id(master) not in slots:
-                    if model is not master:
-                        masters.gather(master, model)
-                    slots[id(master)] = _Slot(master, model, master.grad)
-        self._slots = list(slots.values())
-        gradient_marks.note_restorable(slot.before for slot in self._slots)
-        self._stepped = len(self._slots)  # those of optimizers, which come first
-        self._by_model = {id(slot.model): slot for slot in self._slots}
-        self._ran: list[_Run] = []
-        self.refused: Node | None = None
-        self._came: Sequence[Tensor | None] | None = None  # all that was there at its end
-        self._is_alone = True  # no pass is inside of another
-        for outer in delivery.running.waiting.values():
-            self._is_alone = False
-            if isinstance(outer, BackwardPass):
-                outer._is_alone = False
+        self._can_be_repeated = can_be_repeated
 
     @property
     def mask(self) -> int:
@@ -151,36 +82,19 @@ class BackwardPass:
         return self._can_be_repeated and self.scaler.is_dynamic and not self.scaler.copies
 
     def may_overflow(self) -> bool:
-        """See :class:`clamp.params.delivery.Waiting`."""
         is_above = self.can_be_repeated and self.scaler.verdict().scale > self.scaler.floor
         return is_above and bool(np.isfinite(self.loss.to_host()).all())
 
-    def keep(self, leaf: Tensor, grad: Tensor) -> bool:
-        """See :class:`clamp.params.delivery.Waiting`."""
-        slot = self._slot_of(leaf, grad)
-        if slot is None:
-            return False
-        slot.earlier = grad if slot.earlier is None else gradient_marks.added(slot.earlier, grad)
-        return True
-
-    def ran(
-        self, reached: Sequence[Tensor], before: Mapping[int, Tensor], root: Node, again: Repeat,
-        launches: Sequence[Repeat],
-    ) -> None:  # fmt: skip
-        """See :class:`clamp.params.delivery.Waiting`."""
-        gave = [leaf.grad for leaf in reached]
-        self._ran.append(_Run(reached, before, root, again, launches, gave, writes.now))
-
     def again(self) -> Repeat | None:
         """Returns what runs its backwards once more, from the gradients of before, and divides what comes; None where
-        nothing does, see ``_backwards``."""
-        backwards = self._backwards([run.again for run in self._ran])
+        nothing does, see ``backwards``."""
+        backwards = self.backwards(recorded=False)
 
         def again() -> None:
             self.put_back()
             with nullcontext() if self.ranks is None else self.ranks.one_pass():
-                given = self.loss, self.scaler, self._optimizers, self.guards, self.ranks
-                anew = BackwardPass(*given, self._of_all, self._can_be_repeated)
+                given = self.loss, self.scaler, self.optimizers, self.guards, self.ranks
+                anew = BackwardPass(*given, self.of_all, self._can_be_repeated)
                 with delivery.waiting_in(anew):
                     in_turn(backwards)
                 anew.average()
@@ -197,56 +111,16 @@ class BackwardPass:
         Args:
             divide: does ``unscale`` once more.
         """
-        backwards = self._backwards([run.launches[0] if run.launches else run.again for run in self._ran])
-        self._ran = [run._replace(root=None, again=None, launches=(), gave=()) for run in self._ran]
+        backwards = self.backwards(recorded=True)
+        self.forget_graphs()
         return partial(in_turn, [*backwards, *divide]) if backwards else None
-
-    def _backwards(self, calls: Iterable[Repeat | None]) -> list[Repeat]:
-        """Returns the calls that run its backwards once more, after ``put_back``; none where gradients are not those
-        that they gave (the user has cleared or changed some, or passes are inside of each other) or a graph is gone."""
-        expected = {id(slot.model): slot.before for slot in self._slots}
-        for run in self._ran:
-            if any(id(x) in expected and expected[id(x)] is not run.before.get(id(x)) for x in run.reached):
-                return []
-            expected.update((id(x), grad) for x, grad in zip(run.reached, run.gave, strict=True))
-        came = zip(self._slots, self._came or (), strict=True)
-        as_given = self._is_alone and all(expected[id(slot.model)] is grad for slot, grad in came)
-        written = any(writes.since(grad.buffer, run.since) for run in self._ran for grad in run.gave)
-        nodes = (node for run in self._ran if run.root is not None for node in bridge.graph(run.root))
-        gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
-        return [] if not as_given or written or gone else [call for call in calls if call is not None]
-
-    @property
-    def others(self) -> list[Tensor]:
-        """Tensors that are trained, and have got a gradient that stays multiplied: no optimizer named has them."""
-        if self._of_all:
-            return []
-        known = self._by_model
-        found = [leaf for run in self._ran for leaf in run.reached if id(leaf) not in known]
-        return [leaf for leaf in found if bridge.is_trained(leaf) and not bridge.is_frozen(leaf)]
-
-    def _note_came(self) -> None:
-        for run in self._ran:
-            for leaf in run.reached:
-                if id(leaf) not in self._by_model:
-                    self._slot_of(leaf, run.before.get(id(leaf)))
-        self._came = [slot.model.grad for slot in self._slots]
-
-    def _slot_of(self, leaf: Tensor, before: Tensor | None) -> _Slot | None:
-        """An input is divided like a parameter from the first time on, and so is, in a pass that divides all, what no
-        optimizer of it has. What another optimizer has stays as it is, for a pass that names that one."""
-        slot = self._by_model.get(id(leaf))
-        if slot is None and (self._of_all or _is_input(leaf)):
-            slot = self._by_model[id(leaf)] = _Slot(leaf, leaf, before)
-            self._slots.append(slot)
-        return slot
 
     def average(self) -> None:
         """Replaces this pass's gradients, still multiplied by the scale, by their means over the ranks, if any."""
         if self.ranks is None:
             return
-        self._note_came()
-        scale, slots = self.scaler.applied(), [slot for slot in self._slots if not _is_input(slot.model)]
+        self.note_came()
+        scale, slots = self.scaler.applied(), [slot for slot in self.slots if not delivery.is_input(slot.model)]
         grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in slots]
         averages = self.ranks.average([slot.model for slot in slots], grads, self.scaler)
         mark = Mark(scale)
@@ -257,19 +131,6 @@ class BackwardPass:
                 gradient_marks.set_mark(average, mark)
                 slot.model.grad = average
 
-    def put_back(self) -> None:
-        """Gives all that this pass has reached, and the parameters, the gradients they had before it."""
-        for run in reversed(self._ran):
-            for leaf in run.reached:
-                leaf.grad = run.before.get(id(leaf))
-        for slot in self._slots:
-            masters.share_gradient(slot.master, slot.model, slot.before)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Parameters, and masters."""
-        return [tensor for slot in self._slots for tensor in (slot.master, slot.model)]
-
     def require_any(self, ran: bool) -> None:
         """Raises RuntimeError where no parameter has got a gradient from the scaled loss: the step would do nothing.
 
@@ -278,7 +139,7 @@ class BackwardPass:
         """
         ran = ran or self.ranks is not None
         # netcl's own functions give gradients to what is frozen by requires_grad as well, and no step reads them.
-        trained = [slot.reached for slot in self._slots[: self._stepped] if not bridge.is_frozen(slot.model)]
+        trained = [slot.reached for slot in self.slots[: self.stepped] if not bridge.is_frozen(slot.model)]
         came = [grad for grad in trained if grad is not None]
         if not came:
             run = "" if ran else "run scaled_loss.backward() or tape.backward(scaled_loss) there, and "
@@ -299,15 +160,15 @@ class BackwardPass:
 
     def unscale(self) -> None:
         """Divides this pass's gradients by the scale, in fp32, and adds the earlier ones. Hold ``scale_lock``."""
-        if self._came is None:
-            self._note_came()
-        reached = [slot.reached for slot in self._slots]
+        if self.came is None:
+            self.note_came()
+        reached = [slot.reached for slot in self.slots]
         # What no backward has come to is as it was, unless the user has cleared it meanwhile.
-        others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self._slots, reached, strict=True)]
+        others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self.slots, reached, strict=True)]
         waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
         came = [grad for grad in reached if grad is not None]
         true = unscale_all([*came, *waiting], self.scaler, frozenset(x.token for x in self.guards), elsewhere=waiting)
-        for slot, grad, other in zip(self._slots, reached, others, strict=True):
+        for slot, grad, other in zip(self.slots, reached, others, strict=True):
             now = None if grad is None else true[id(grad)]
             other = None if other is None else true.get(id(other), other)
             slot.master.grad = now if other is None else other if now is None else gradient_marks.added(other, now)

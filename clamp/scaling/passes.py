@@ -20,8 +20,9 @@ from clamp.interrupts import contextmanager, holding, uninterrupted
 from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery
+from clamp.params.delivery import Repeat
 from clamp.params.weight_cache import weight_cache
-from clamp.scaling.backward_pass import Averaging, BackwardPass, Repeat
+from clamp.scaling.backward_pass import Averaging, BackwardPass
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling

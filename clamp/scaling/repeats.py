@@ -11,7 +11,8 @@ from clamp.bridge import Tensor
 from clamp.ops import transfer
 from clamp.ops.loss_scale import ScaleState
 from clamp.params import gradient_marks
-from clamp.scaling.backward_pass import BackwardPass, Repeat
+from clamp.params.delivery import Repeat
+from clamp.scaling.backward_pass import BackwardPass
 from clamp.scaling.dynamic_scale import DynamicLossScale, settle_later
 from clamp.scaling.step_guard import are_steps_withheld
 
