@@ -147,12 +147,14 @@ def _leave(generator: Callable[[], Any], kind: type[BaseException] | None, error
     return False
 
 
-def contextmanager(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """As contextlib's: ``Managed`` of the function's generators."""
+def contextmanager(
+    function: Callable[P, Iterator[T]], kind: type[Managed[Any]] = Managed
+) -> Callable[P, AbstractContextManager[T]]:
+    """As contextlib's: ``Managed``, or what is of that kind, of the function's generators."""
 
     @wraps(function)
     def begin(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return Managed(function(*args, **kwargs))
+        return kind(function(*args, **kwargs))
 
     return begin
 

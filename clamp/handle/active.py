@@ -75,7 +75,7 @@ class AmpHandle:
         self._scaling = PassScaling(make_scaler, num_losses, guards, self._patches.guard, on_overflow)
         guards.wants_scaling = "float16" in region.dtypes and self._scaling.first.scales
         self._log = RunLog(region, self._scaling)
-        self._attribution = Attribution(self._steps, self._log.losses)
+        self._attribution = Attribution(lambda: self._scaling.history, self._log.losses)
         self._debug = debug
         self._on_shutdown = on_shutdown
         self._ended = self._has_left = False
@@ -122,9 +122,6 @@ class AmpHandle:
     def history(self) -> History:
         """Reports of the last 1000 steps, the newest last."""
         refuse("handle.last_step or handle.history was read", "Read it after the recorded part.")
-        return self._steps()
-
-    def _steps(self) -> History:
         return self._scaling.history
 
     def __repr__(self) -> str:

@@ -83,10 +83,10 @@ class ManualScaling(bridge.Listed):
         around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._around_step = around_step
-        # Reports whose last step has to hear what becomes of the scale, which is read when it is read anyway; whether
-        # it has been updated since them.
+        # Reports, and the number of a step, that have to hear what becomes of the scale, which is read when it is read
+        # anyway: of steps since the last update, and before it.
         self._late: list[tuple[Reports, int]] = []
-        self._is_late_due = False
+        self._due: list[tuple[Reports, int]] = []
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds: dict[int, _Round] = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
@@ -100,22 +100,18 @@ class ManualScaling(bridge.Listed):
         self.settle()
         return self.guards.reports.history
 
-    def settle(self) -> None:
-        """Tells the reports of steps before the last update what has become of the scale; reads the device then."""
-        if self._is_late_due and recorder() is None:
-            self._scale_came(float(self.state_dict()["loss_scale"]))
+    def settle(self, scale: float | None = None) -> None:
+        """Tells the reports of steps before the last update what has become of the scale; reads the device if it is not
+        given."""
+        if self._due and (scale is not None or recorder() is None):
+            scale = self._scaler.scale if scale is None else scale
+            for reports, step in self._due:
+                reports.scale_came(step, scale)
+            self._due = []
 
     def tell_later(self, reports: Reports) -> None:
         """The last of these reports is of a step whose scale may move yet."""
         self._late.append((reports, reports.steps))
-
-    def _scale_came(self, scale: float) -> None:
-        for reports, step in self._late if self._is_late_due else ():
-            reports.scale_came(step, scale)
-        self._forget_late()
-
-    def _forget_late(self) -> None:
-        self._late, self._is_late_due = [], False
 
     def scale_on(self, queue: cl.CommandQueue) -> LossScale:
         """The scale on a queue."""
@@ -213,8 +209,7 @@ class ManualScaling(bridge.Listed):
                 result = round_.guard.step(run, scale_stays=True)
             finally:
                 if reports.steps > steps:
-                    if self._is_late_due:
-                        self._scale_came(reports.history[-1].scale_before)
+                    self.settle(reports.history[-1].scale_before)
                     self.tell_later(reports)
         round_.stage = Stage.STEPPED
         return result
@@ -252,8 +247,7 @@ class ManualScaling(bridge.Listed):
             self._agree(rounds)
         else:
             self._scaler.adjust()
-        self._is_late_due = bool(self._late)
-        self._rounds.clear()
+        self._begin_anew()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
         """One scale on all queues: an overflow on any lowers it on all."""
@@ -291,13 +285,16 @@ class ManualScaling(bridge.Listed):
         """
         self._allow(scale)
         self._scaler.set_scale(scale)
-        self._is_late_due = bool(self._late)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._due, self._late = [*self._due, *self._late], []
         self._rounds.clear()
 
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
         host_step(self._rounds.clear)
-        host_step(self._forget_late)
+        host_step(self._late.clear)
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:

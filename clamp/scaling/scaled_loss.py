@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NoReturn
 
 import wrapt
@@ -17,7 +17,7 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.operands import Operand, bound
-from clamp.interrupts import Managed
+from clamp.interrupts import Managed, contextmanager
 from clamp.opencl.host_steps import host_step
 from clamp.params import delivery, penalties
 from clamp.scaling.loss_scale import LossScale
@@ -153,14 +153,8 @@ class ScaledPass(Managed[Node]):
         )
 
 
-def as_pass(function: Callable[..., Generator[Node, None, None]]) -> Callable[..., ScaledPass]:
-    """``contextmanager`` for passes over a scaled loss."""
-
-    @wraps(function)
-    def begin(*args: Any, **kwargs: Any) -> ScaledPass:
-        return ScaledPass(function(*args, **kwargs))
-
-    return begin
+#: ``contextmanager`` for passes over a scaled loss
+as_pass = partial(contextmanager, kind=ScaledPass)
 
 
 # ---------------------------------------------------------------------------------------------- wrapped optimizers
