@@ -31,10 +31,11 @@ from clamp.recordings.gradients import Known
 from clamp.recordings.replayable import InPlace, Replayable
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
+from clamp.scaling.backward_pass import restoring
 from clamp.scaling.loss_scale import LossScale, NoLossScale
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
-from clamp.scaling.step_guard import StepGuard, StepGuards, restoring
+from clamp.scaling.step_guard import StepGuard, StepGuards
 from clamp.scaling.step_report import History, StepReport, warn_user
 
 __all__ = ["GradScaler", "Graph", "StaticGradScaler"]

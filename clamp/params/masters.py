@@ -112,12 +112,11 @@ def require_kept(given: object, name: str) -> bool | str:
     """
     if given is None or isinstance(given, bool):
         return given is not False
+    if isinstance(given, str) and given in KEEPS:
+        return given
     names = ", ".join(repr(x) for x in KEEPS if isinstance(x, str))
-    if not isinstance(given, str):
-        raise TypeError(f"{name} is True or False, or one of {names}, got {given!r}")
-    if given not in KEEPS:
-        raise ValueError(f"{name} is True or False, or one of {names}, got {given!r}")
-    return given
+    error = ValueError if isinstance(given, str) else TypeError
+    raise error(f"{name} is True or False, or one of {names}, got {given!r}")
 
 
 def require_steppable(optimizers: Iterable[Any], keeps: bool | str) -> None:

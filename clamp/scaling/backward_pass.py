@@ -188,6 +188,17 @@ def in_turn(calls: Iterable[Repeat]) -> None:
         call()
 
 
+def restoring(tensors: Iterable[Tensor], guards: Sequence[StepGuard]) -> Callable[[], None]:
+    """Returns what gives tensors, in each replay, the gradients that they have here, of which these guards have heard
+    what they have heard here."""
+    held, then = gradient_marks.snapshot(tensors), [guard.token for guard in guards]
+
+    def restore() -> None:
+        gradient_marks.restore(held, dict(zip(then, [guard.token for guard in guards], strict=True)))
+
+    return restore
+
+
 def unscale_all(
     grads: Sequence[Tensor], scaler: LossScale, heard: frozenset[object], elsewhere: Sequence[Tensor] = ()
 ) -> dict[int, Tensor]:

@@ -23,11 +23,11 @@ from clamp.interrupts import uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import gradient_marks, masters
-from clamp.scaling.backward_pass import unscale_gradients
+from clamp.scaling.backward_pass import restoring, unscale_gradients
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale, parse_state, positive
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes, restoring
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes
 from clamp.scaling.step_report import History, Reports
 
 

@@ -22,13 +22,13 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery
 from clamp.params.delivery import Repeat
 from clamp.params.weight_cache import weight_cache
-from clamp.scaling.backward_pass import Averaging, BackwardPass
+from clamp.scaling.backward_pass import Averaging, BackwardPass, restoring
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
 from clamp.scaling.repeats import Repeats
 from clamp.scaling.scaled_loss import OptimWrapper, as_pass, check_loss, require_graph, scaled_node
-from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, restoring
+from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld
 from clamp.scaling.step_report import History, listed, warn_user
 
 

@@ -237,17 +237,6 @@ class StepGuard(bridge.Listed):
         return self._absent[1]
 
 
-def restoring(tensors: Iterable[Tensor], guards: Sequence[StepGuard]) -> Callable[[], None]:
-    """Returns what gives tensors, in each replay, the gradients that they have here, of which these guards have heard
-    what they have heard here."""
-    held, then = gradient_marks.snapshot(tensors), [guard.token for guard in guards]
-
-    def restore() -> None:
-        gradient_marks.restore(held, dict(zip(then, [guard.token for guard in guards], strict=True)))
-
-    return restore
-
-
 @contextmanager
 def steps_withheld(instead: Callable[[Any, bool], Any] | None = None) -> Iterator[None]:
     """Inside the ``with``, ``step()`` of every optimizer that is guarded does nothing in this thread, and reports
