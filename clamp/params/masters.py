@@ -278,13 +278,13 @@ def stepping(found: Sequence[Pair], run: Callable[[], Any]) -> Any:
         return run()
     for master, model in found:
         bridge.freeze_like(master, model)
-    _behind.update((id(master), model) for master, model in found)
+    _behind.update(id(master) for master, _ in found)
     with bridge.without_write_back([master for master, _ in found]):
         return run()
 
 
-#: while their optimizer steps, 16-bit parameters that have not been rewritten yet, by id of their masters
-_behind: dict[int, Tensor] = {}
+#: while their optimizer steps, ids of masters whose 16-bit parameters have not been rewritten yet
+_behind: set[int] = set()
 
 
 def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
@@ -297,8 +297,8 @@ def copies_of(stepped: Sequence[Tensor]) -> list[Copy | None]:
 
 def were_rewritten(stepped: Iterable[Tensor]) -> None:
     """Whoever steps these parameters writes the 16-bit ones as well, as ``copies_of`` and ``rewriting`` say."""
-    for master in stepped if _behind else ():
-        _behind.pop(id(master), None)
+    if _behind:
+        _behind.difference_update(map(id, stepped))
 
 
 def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:
@@ -306,12 +306,11 @@ def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], No
     others do. Of a master that is stepped several times (an optimizer was given tied weights twice) after each time."""
     if not _behind:
         return []
-    pairs = [(master, _behind.get(id(master))) for master in stepped]
     turn = bridge.roundings(optimizer) + 1
     found = [
-        (master, model)
-        for master, model in pairs
-        if model is not None and master.grad is not None and not bridge.has_frozen_mark(master)
+        (master, master.parts.tensor)
+        for master in stepped
+        if id(master) in _behind and master.grad is not None and not bridge.has_frozen_mark(master)
     ]
     calls: list[Callable[[], None]] = [partial(write_back, master, model, turn) for master, model in found]
     if measured := [pair for pair in found if lost_updates.is_expected(pair[0])]:
