@@ -109,10 +109,9 @@ def init(
     """
     if not yes_or_no("amp.init", "enabled", enabled):
         return disable("amp.init(enabled=False)")
-    verbose, allow_banned, check_finite = (
-        yes_or_no("amp.init", name, value)
-        for name, value in (("verbose", verbose), ("allow_banned", allow_banned), ("check_finite", check_finite))
-    )
+    verbose = yes_or_no("amp.init", "verbose", verbose)
+    allow_banned = yes_or_no("amp.init", "allow_banned", allow_banned)
+    check_finite = yes_or_no("amp.init", "check_finite", check_finite)
     dtype = check_dtype(dtype)
     custom_white_list = names_in("custom_white_list", custom_white_list)
     custom_black_list = names_in("custom_black_list", custom_black_list)

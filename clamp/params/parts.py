@@ -25,7 +25,7 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
     """A master that consists of a 16-bit parameter and, where it is kept in two parts, 16 bits more."""
 
     is_in_parts: ClassVar[bool] = True
-    exist: ClassVar[bool] = False  # whether there was ever one: steps of others need not ask each parameter
+    exist: ClassVar[bool] = False  # whether there was ever one: else nobody need look for them
     parts: Copy
     _whole: Tensor | None
 

@@ -247,8 +247,6 @@ class _Ready(NamedTuple):
 
 
 def _places_of(params: Sequence[Tensor]) -> list[int]:
-    if not MasterInParts.exist:
-        return [id(x) for param in params for x in (param, param.buffer, param.queue)]
     return [
         id(x)
         for param in params

@@ -77,8 +77,9 @@ class BackwardPass(delivery.PassGradients):
 
     @property
     def can_be_repeated(self) -> bool:
-        """Returns whether there are lower scales at which an overflow is none. Not of replicas on several queues, whose
-        copies of the scale move alike, and of which none waits for its device before the next one's pass."""
+        """Returns whether a backward that overflows is run again, at lower scales. Not that of replicas on several
+        queues, whose copies of the scale move alike, and of which none waits for its device before the next one's pass.
+        """
         return self._can_be_repeated and self.scaler.is_dynamic and not self.scaler.copies
 
     def may_overflow(self) -> bool:

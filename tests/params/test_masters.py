@@ -32,15 +32,13 @@ from clamp.cli.bench.timing import counted_launches
 from clamp.params import masters
 from clamp.params.parts import KEEPS
 from tests.networks import LOSS_FACTOR, UsersSGD, batch, loss_of, mlp, scaled_backward, step, weights_of
-from tests.reference import assert_same, quantize, to_device, to_numpy
+from tests.reference import HALF_DTYPES, assert_same, quantize, to_device, to_numpy
 from tests.scaling.test_overflow import OPTIMIZERS, WIDTHS, optimizer_state
 
 pytestmark = [
     pytest.mark.usefixtures("shut_down"),
     pytest.mark.filterwarnings("ignore:.*loss that was not scaled:UserWarning"),  # most have numbers that need no scale
 ]
-
-HALF = ("float16", "bfloat16")
 
 
 def master_values(params: list[Tensor]) -> list[np.ndarray]:
@@ -55,7 +53,7 @@ def assert_model_follows(params: list[Tensor], dtype: str) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_masters_are_clipped_by_value_after_a_plain_backward(queue: cl.CommandQueue, dtype: str) -> None:
     model, data = mlp(queue, 8, 4), batch(queue, 4, 8, 4)
     with amp.init(dtype=dtype, level="O2"):
@@ -134,7 +132,7 @@ def backward(weight: Parameter, x: Any) -> None:
     ag.sum(ag.matmul_op(x, ag.tensor(weight, requires_grad=True))).backward()
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_step_without_scale_loss_uses_plain_16_bit_gradients(queue: cl.CommandQueue, dtype: str) -> None:
     weight, x = weight_and_input(queue, dtype)
     amp.init(dtype=dtype)
@@ -365,7 +363,7 @@ def test_clipping_finds_what_masters_are_about_to_be_stepped_by(
 
 
 @pytest.mark.filterwarnings("ignore:in this step:UserWarning")
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str) -> None:
     weight = Parameter.from_host(queue, np.ones((4, 3), np.float32))
     amp.init(dtype=dtype)
@@ -379,7 +377,7 @@ def test_without_masters_no_precision_is_kept(queue: cl.CommandQueue, dtype: str
     np.testing.assert_array_equal(to_numpy(weight), np.ones((4, 3)))
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_state_is_the_masters_and_comes_back_to_both(queue: cl.CommandQueue, dtype: str) -> None:
     model = mlp(queue, 16, 32, 8)
     params, before = model.parameters(), weights_of(model)
@@ -406,7 +404,7 @@ def test_batch_norm_trains_with_16_bit_neighbours(queue: cl.CommandQueue) -> Non
     assert norm.gamma.grad.dtype == "float32"
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_what_a_user_writes_into_a_parameter_is_not_lost(queue: cl.CommandQueue, dtype: str) -> None:
     weight, x = weight_and_input(queue, dtype)
     amp.init(dtype=dtype)
@@ -488,7 +486,7 @@ def test_moving_averages_of_two_threads_take_turns(queue: cl.CommandQueue, monke
     assert met == []
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_moving_averages_are_of_the_masters(queue: cl.CommandQueue, dtype: str) -> None:
     model, data = mlp(queue, 16, 32, 8), batch(queue, 8, 16, 8)
     handle = amp.init(dtype=dtype, loss_scale=64.0)
@@ -509,7 +507,7 @@ def test_moving_averages_are_of_the_masters(queue: cl.CommandQueue, dtype: str) 
 
 
 @pytest.mark.parametrize("narrowed", ["student", "teacher", "both"])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_teachers_average_the_masters(queue: cl.CommandQueue, dtype: str, narrowed: str) -> None:
     student, teacher = mlp(queue, 5, 4, 3), mlp(queue, 5, 4, 3, seed=1)
     amp.init(dtype=dtype)
@@ -528,7 +526,7 @@ def test_teachers_average_the_masters(queue: cl.CommandQueue, dtype: str, narrow
 
 
 @pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_evolution_takes_the_masters_for_genes(queue: cl.CommandQueue, dtype: str) -> None:
     model, child = mlp(queue, 5, 4, 3), mlp(queue, 5, 4, 3, seed=1)
     amp.init(dtype=dtype)
@@ -552,7 +550,7 @@ def test_evolution_takes_the_masters_for_genes(queue: cl.CommandQueue, dtype: st
 @pytest.mark.parametrize(
     "fill", [init.xavier_uniform, init.kaiming_uniform, init.normal, partial(init.constant, val=0.1)]
 )
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_initial_values_are_the_masters(queue: cl.CommandQueue, dtype: str, fill: Callable[[Tensor], None]) -> None:
     weights = [Parameter.from_host(queue, np.ones((4, 3), np.float32)) for _ in range(2)]
     masters.narrow(weights[1:], dtype)
@@ -564,7 +562,7 @@ def test_initial_values_are_the_masters(queue: cl.CommandQueue, dtype: str, fill
     assert_model_follows(weights[1:], dtype)
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_functions_that_write_in_place_write_masters(queue: cl.CommandQueue, dtype: str) -> None:
     models = [mlp(queue, 5, 4, 3, seed=seed) for seed in (0, 1)]
     values = weights_of(models[0])

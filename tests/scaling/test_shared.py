@@ -24,7 +24,7 @@ from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard
-from tests.reference import to_device
+from tests.reference import HALF_DTYPES, to_device
 from tests.scaling.test_overflow import plant
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -51,10 +51,8 @@ def scaled(handle: Any, loss: Any, named: Any, *, bad: Tensor | None = None) -> 
 
 # ---------------------------------------------------------------------------------------------- several optimizers
 
-DTYPES = ["float16", "bfloat16"]
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("clears", [True, False], ids=["cleared", "kept"])
 @pytest.mark.parametrize("order", ["a a", "a b", "b a"])
 def test_an_overflow_skips_only_steps_on_what_overflowed(
@@ -78,7 +76,7 @@ def test_an_overflow_skips_only_steps_on_what_overflowed(
     np.testing.assert_array_equal(param.to_host(), [0.0, 1.0] if expected else [1.0, 2.0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_who_was_not_named_looks_at_the_gradient_itself(queue: cl.CommandQueue, dtype: str) -> None:
     param = parameter(queue)
     first, second = SGD([param], lr=1.0), SGD([param], lr=1.0)
@@ -199,7 +197,7 @@ _LOOKED_AT: dict[str, tuple[Callable[[Any, Any, Callable[[], Any]], None], float
 
 @pytest.mark.parametrize("way", _LOOKED_AT)
 @pytest.mark.parametrize("stored", ["float32", "float16"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.filterwarnings("ignore:.*no optimizer steps", "ignore:.*a loss that was not scaled")
 def test_the_gradient_of_an_input_is_the_true_one_after_a_pass(
     queue: cl.CommandQueue, dtype: str, stored: str, way: str
