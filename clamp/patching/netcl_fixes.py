@@ -132,8 +132,9 @@ def self_attention(wrapped: Any, instance: Any, /, x: TensorLike) -> Any:
     def drop(x: Node) -> Node:
         return ag.dropout(x, p=instance.dropout) if drops else x
 
+    q, k, v = ag.chunk(instance.qkv(node), 3, axis=-1)
     mask = instance._mask(node.value.shape[1]) if instance.causal else None
-    out = drop(instance.out_proj(_attended(instance, *ag.chunk(instance.qkv(node), 3, axis=-1), mask, drop)))
+    out = drop(instance.out_proj(_attended(instance, q, k, v, mask, drop)))
     return out if isinstance(x, Node) else out.value
 
 
