@@ -252,21 +252,23 @@ def find_origin(trace: StepGraph) -> tuple[Frame | None, Value | None]:
 
     What goes nowhere, the -inf of a mask that softmax makes zeros of, is nobody's fault.
     """
-    origin: tuple[Frame | None, Value | None] = None, None
-    blamed = {id(frame) for frame in _ends(trace)}
-    for frame in reversed(trace.frames):  # each comes after those that have made what it read
-        if id(frame) not in blamed:
+    # By what each has read, not by the order: a node that was made by hand is told of when backward begins.
+    stack, seen, origins = _ends(trace), set[int](), list[tuple[Frame, Value | None]]()
+    while stack:
+        frame = stack.pop()
+        if id(frame) in seen:
             continue
+        seen.add(id(frame))
         bad = [value for value in frame.inputs if not value.is_finite]
         makers = [value.made_by for value in bad if value.made_by is not None]
         # The gradient of an op whose result was bad already is no news.
         if frame.direction == BACKWARD and not bad and frame.forward is not None and not frame.forward.is_finite:
             makers = [frame.forward]
-        blamed.update(map(id, makers))
+        stack += makers
         leaf = next((value for value in bad if value.made_by is None), None)
         if leaf is not None or not makers:
-            origin = frame, leaf
-    return origin
+            origins.append((frame, leaf))
+    return min(origins, key=lambda one: trace.frames.index(one[0]), default=(None, None))
 
 
 def _ends(trace: StepGraph) -> list[Frame]:

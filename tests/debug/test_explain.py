@@ -454,3 +454,23 @@ def test_an_op_without_a_name_has_that_of_its_function(queue: cl.CommandQueue, a
     step()
     found = handle.explain() if armed else handle.explain(step)
     assert (found.kind, found.first.function) == ("forward", "unnamed"), found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_that_is_made_by_hand_is_blamed(queue: cl.CommandQueue, way: str) -> None:
+    """Nobody hears of it before backward comes to it, which is after what has read it."""
+    training = Training(queue, "none")
+
+    def step(handle: Any) -> Callable[[], None]:
+        def run() -> None:
+            h = ag.add(training.model(ag.tensor(training.data[0])), 10.0)
+            made = Node(
+                value=elementwise("mul", "float32", h.value, 3e38), parents=[h], grad_fn=lambda grad: [grad],
+                requires_grad=True, op_name="by hand",
+            )  # fmt: skip
+            optimize(handle, training.optimizer, ag.sum(ag.mul(made, made)))
+
+        return run
+
+    _, found = explained(step, way, loss_scale=8.0)
+    assert (found.kind, found.first.function, found.first.direction) == ("forward", "by hand", "forward"), found
