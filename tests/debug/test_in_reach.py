@@ -213,8 +213,9 @@ def test_a_step_that_is_looked_at_changes_nothing(
 
     def everything() -> list[Any]:
         bits = {name: bridge.read_bytes(tensor).tobytes() for name, tensor in bridge.module_tensors(model)}
+        drawn = np.random.get_state()[1].tobytes()  # type: ignore[index]
         state = [list(handle.history), amp.state_dict()] if enabled else []
-        return [bits, [id(param.grad) for param in params], scaler.scale, np.random.get_state()[1].tobytes(), *state]  # type: ignore[index]
+        return [bits, [id(param.grad) for param in params], scaler.scale, drawn, *state]
 
     handle = amp.init(enabled=enabled)
     for _ in range(steps):
