@@ -224,9 +224,13 @@ def check_rows_of_nothing_but_minus_infinity_and_nans(queue: cl.CommandQueue, dt
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
 @pytest.mark.simulated_elsewhere
 def test_a_query_without_keys_has_no_gradient(queue: cl.CommandQueue, plan: str) -> None:
-    q, v, g = normal(queue, 6, (1, 1, 3, 2), *["float32"] * 3)
-    k = to_device(queue, np.full((1, 1, 3, 2), -1e38))
-    q = to_device(queue, np.abs(to_numpy(q)) * 1e2 + 1e2)
+    check_a_query_without_keys(queue, "float32")
+
+
+def check_a_query_without_keys(queue: cl.CommandQueue, dtype: str) -> None:
+    q, v, g = normal(queue, 6, (1, 1, 3, 2), *[dtype] * 3)
+    k = to_device(queue, np.full((1, 1, 3, 2), -1e38), dtype)
+    q = to_device(queue, np.abs(to_numpy(q)) * 1e2 + 1e2, dtype)
     out, lse = attention(q, k, v, True, 1.0, out_dtype="float32")
     np.testing.assert_array_equal(to_numpy(out), 0)
     for grad in attention_backward(q, k, v, lse, g, True, 1.0, out_dtypes=("float32",) * 3):
