@@ -140,8 +140,7 @@ def require_usable(queue: cl.CommandQueue) -> None:
             "reads, and neither netcl nor clamp waits for it, so results would be wrong, or nan, now and then. Make it "
             "without: queue = cl.CommandQueue(context)"
         )
-    if _is_forked:
-        require_answer(queue)
+    require_answer(queue)
     if queue.context.num_devices > 1:
         _require_alike(queue)
 
@@ -182,21 +181,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def is_forked() -> bool:
-    """Returns whether this process is a fork, in which drivers that its parent had loaded may do nothing."""
-    return _is_forked
-
-
 def require_answer(queue: cl.CommandQueue) -> None:
-    """Raises where a device does nothing for a context, as in a forked process; asks it once.
+    """Raises where a device does nothing for a context, as it may in a forked process, and nowhere else; asks it once.
 
     PoCL's threads are the parent's, from when that asked for platforms: what is launched here waits for ever.
 
     Raises:
         RuntimeError: a copy has not ended within ten seconds.
     """
-    context = queue.context
-    if context.int_ptr in _answering:
+    if not _is_forked or (context := queue.context).int_ptr in _answering:
         return
     # In a thread, which may wait for ever; Intel's runtime does the work where somebody waits for it.
     asking = threading.Thread(target=_ask, args=(context, queue.device), daemon=True)

@@ -17,7 +17,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
-from clamp.opencl.device import is_forked, require_answer
+from clamp.opencl.device import require_answer
 from clamp.opencl.host_steps import unrecorded
 from clamp.opencl.program import Kernel, Prepared
 from clamp.ops.elementwise import elementwise
@@ -213,8 +213,7 @@ class DeviceState:
         words = self._initial.copy()
         if self._home is not None:
             queue, buffer = self._home
-            if is_forked():
-                require_answer(queue)
+            require_answer(queue)
             cl.enqueue_copy(queue, words, buffer)
         return words
 

@@ -13,7 +13,7 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
-from clamp.opencl.device import is_forked, require_answer, require_usable
+from clamp.opencl.device import require_answer, require_usable
 from clamp.ops.arguments import saturated
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
@@ -116,7 +116,7 @@ def write_tensor(wrapped: Any, instance: None, /, tensor: Tensor, data: Any) -> 
 def _meets_host(tensor: Tensor, what: str) -> None:
     """Before a tensor is read to the host, or written from there: in a forked process its device has to do something at
     all. Says once for a loss scale that gradients are not the true ones yet."""
-    if is_forked() and bridge.on_device(tensor):
+    if bridge.on_device(tensor):
         require_answer(tensor.queue)
     if gradient_marks.is_unscaled(tensor):
         settle_late()

@@ -313,5 +313,6 @@ def test_a_device_that_answers_with_an_error_is_left_to_who_uses_it(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_answering", {})
+    monkeypatch.setattr(device, "_is_forked", True)
     monkeypatch.setattr(cl, "enqueue_copy", Mock(side_effect=cl.LogicError("the context is the parent's")))
     device.require_answer(queue)  # and no traceback out of a thread, which pytest would raise
