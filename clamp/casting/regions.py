@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from clamp.casting.module_rules import ModuleRule, ModuleRules
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
-from clamp.interrupts import contextmanager, holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_threads, undoing
 from clamp.params.weight_cache import weight_cache
 
 LAST_USE = "last_use"
@@ -280,16 +280,12 @@ def changed_regions(change: Callable[[Region], Region]) -> Iterator[None]:
         raise RuntimeError(
             "a function that is being compared or bisected called compare_accuracy or bisect itself: call it outside"
         )
-    try:
-        try:
-            _change_by(change)
-            with in_region(thread_region()):
-                yield
-        finally:
-            _change_by(None)
-    finally:
-        _change_by(None)
-        weight_cache.clear()
+    with undoing() as undo:
+        undo.callback(weight_cache.clear)
+        undo.callback(_change_by, None)
+        _change_by(change)
+        with in_region(thread_region()):
+            yield
 
 
 def _change_by(change: Callable[[Region], Region] | None) -> None:

@@ -91,8 +91,9 @@ def _of_elements(
     x, t, *weights = operands
     gradients: Gradients = {}
     for receiver, slope in zip(operands, _SLOPES[kind], strict=True):
-        read, of = ((t, x, *weights), kind) if slope == _SWAPPED else (operands, slope)
-        gradients[receiver] = None if of is None else partial(_slope, of, read, constants)
+        is_swapped = slope == _SWAPPED
+        read = (t, x, *weights) if is_swapped else operands
+        gradients[receiver] = None if slope is None else partial(_slope, kind if is_swapped else slope, read, constants)
     return bound(loss, gradients, name, tape)
 
 
