@@ -537,6 +537,12 @@ def test_what_is_computed_again_goes_as_backward_uses_it(queue: cl.CommandQueue)
     np.testing.assert_allclose(to_numpy(held[0].value), sigmoid, rtol=1e-3)
 
 
+def drawn(queue: cl.CommandQueue, *shape: int) -> list[Node]:
+    """Leaves: images, and a weight for their rows."""
+    draw = np.random.default_rng(3)
+    return [Node(to_device(queue, draw.standard_normal(of)), requires_grad=True) for of in (shape, (WIDTH, WIDTH))]
+
+
 #: what ends a block: a function of images and a weight, and how many launches its result takes that no gradient reads
 ENDS: dict[str, tuple[Callable[[Node, Node], Node], int]] = {
     "residual sum": (lambda x, w: ag.add(x, ag.matmul_op(ag.tanh(x), w)), 2),
@@ -550,11 +556,7 @@ ENDS: dict[str, tuple[Callable[[Node, Node], Node], int]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_what_no_gradient_reads_is_computed_again_only_if_asked_for(queue: cl.CommandQueue, name: str) -> None:
     end, launches = ENDS[name]
-    draw = np.random.default_rng(3)
-    x, w = (
-        Node(to_device(queue, draw.standard_normal(shape)), requires_grad=True)
-        for shape in ((2, 3, WIDTH, WIDTH), (WIDTH, WIDTH))
-    )
+    x, w = drawn(queue, 2, 3, WIDTH, WIDTH)
     seen: list[Any] = []
     counts, gradients = [], []
 
@@ -600,11 +602,7 @@ def test_what_is_small_for_its_time_is_not_computed_again(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, block: Callable[[Node, Node], tuple[Node, Node]], how: str
 ) -> None:
     """Attention, and the statistics of batch norm: unless they are large beside the block, or written to."""
-    draw = np.random.default_rng(3)
-    x, w = (
-        Node(to_device(queue, draw.standard_normal(shape)), requires_grad=True)
-        for shape in ((4, 8, 4, WIDTH), (WIDTH, WIDTH))
-    )
+    x, w = drawn(queue, 4, 8, 4, WIDTH)
     gradients, launched = [], []
     with amp.init(dtype="bfloat16", loss_scale=1.0):
         for checkpoint, is_lost in ((plainly, False), (amp.checkpoint, False), (amp.checkpoint, True)):
