@@ -278,11 +278,11 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
     return call
 
 
-_running: list[tuple[KernelCapture, _Recording]] = []  # at most one: netcl patches cl.Kernel for all threads
+_running: list[KernelCapture] = []  # at most one: netcl patches cl.Kernel for all threads
 
 
 def recording_of(capture: KernelCapture) -> _Recording | None:
-    """The recording that a capture holds; None if it was made without clamp, or not at all."""
+    """The recording that a capture holds, also while it is made; None if that is without clamp, or not at all."""
     return getattr(capture, "_clamp_recording", None)
 
 
@@ -293,14 +293,16 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     Raises:
         RuntimeError: another one is under way.
     """
-    if _running and not _running[0][1].end_if_left():
+    under_way = recording_of(_running[0]) if _running else None
+    if under_way is not None and not under_way.end_if_left():
         raise RuntimeError("a recording is under way already: end it before you begin another")
     _forget(instance)
     instance._launches, instance._clamp_left = Launches(), False
     recording = _Recording(instance)
     weakref.finalize(instance, recording.close).atexit = False
     try:
-        _running.append((instance, recording))
+        instance._clamp_recording = recording
+        _running.append(instance)
         recording.start(wrapped)
     except BaseException:
         instance.clear()
@@ -322,7 +324,6 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
             settle_late()
         recording.stop()
         launches = wrapped()
-        instance._clamp_recording = recording
         _running.clear()
     except BaseException:
         instance.clear()
@@ -332,7 +333,7 @@ def end(wrapped: Any, instance: KernelCapture, /) -> int:
 
 def running_of(capture: KernelCapture) -> _Recording | None:
     """The recording of a capture's that is under way."""
-    return _running[0][1] if _running and _running[0][0] is capture else None
+    return recording_of(capture) if _running and _running[0] is capture else None
 
 
 def drop_if_running(capture: KernelCapture) -> None:
@@ -367,14 +368,13 @@ def _drop(capture: KernelCapture) -> None:
         forget_late()  # there is nothing to repeat any more
         recording.put_back()
         weight_cache.clear()
-        recording.close()
         _running.clear()
     _forget(capture)
 
 
 def _abandon() -> None:
     if _running:
-        _running[0][0].clear()
+        _running[0].clear()
 
 
 BEFORE_REMOVAL.append(_abandon)
