@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("shut_down")
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: Adam(params, lr=0.01),
+    "adamw": lambda params: AdamW(params, lr=0.01),
 }
 
 BATCHES = [np.random.default_rng(seed).standard_normal((12, 10)).astype(np.float32) for seed in range(12)]
@@ -49,11 +50,13 @@ def init(dtype: str = "float16") -> Any:
 class Trainer:
     """One training run, whose step is the same code whether it is recorded or not."""
 
-    def __init__(self, queue: cl.CommandQueue, handle: Any, optimizer: str) -> None:
+    def __init__(
+        self, queue: cl.CommandQueue, handle: Any, optimizer: str | Callable[..., Any], model: Any = None
+    ) -> None:
         self.handle = handle
-        self.model = mlp(queue, 10, 16, 3)
+        self.model = mlp(queue, 10, 16, 3) if model is None else model(queue)
         self.params = list(self.model.parameters())
-        self.optimizer = OPTIMIZERS[optimizer](self.params)
+        self.optimizer = (OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer)(self.params)
 
     def backward(self, x: Tensor, y: Tensor) -> Any:
         self.optimizer.zero_grad()
@@ -113,7 +116,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize("data", ["in new tensors", "written into the recorded ones"])
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "whole step"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_a_replayed_step_is_the_eager_step(
     queue: cl.CommandQueue, dtype: str, optimizer: str, whole: bool, data: str
@@ -558,10 +561,7 @@ def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQ
 
     def run(how: str) -> list[list[Any]]:
         with init() as handle:
-            run = Trainer(queue, handle, "sgd")
-            run.model = wide(queue)
-            run.params = list(run.model.parameters())
-            run.optimizer = AdamW(run.params, lr=0.01)
+            run = Trainer(queue, handle, "adamw", wide)
             x, y = to_device(queue, batches[0]), to_device(queue, TARGETS[0])
             whole = kind != "graph"
             play = played(how, run.step if whole else run.backward, run.params)

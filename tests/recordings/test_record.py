@@ -23,7 +23,7 @@ from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, Flatten, Linear, ReLU, Sequential
 from netcl.ops.elementwise import elementwise_binary
-from netcl.optim import SGD, Adam, AdamW, clip_grad_norm
+from netcl.optim import SGD, clip_grad_norm
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
@@ -32,7 +32,16 @@ from clamp.compat.oneflow import Graph
 from clamp.scaling.dynamic_scale import ScaleRule
 from tests.networks import batch, loss_of, mlp, scaled_backward, stepping, weights_of
 from tests.ops.test_reduce import as_gpu
-from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, in_threads, poisoned
+from tests.recordings.test_compiled import (
+    BATCHES,
+    OPTIMIZERS,
+    TARGETS,
+    Trainer,
+    assert_same,
+    in_threads,
+    init,
+    poisoned,
+)  # fmt: skip
 from tests.reference import to_device, to_numpy
 
 Step = Callable[..., Any]  # of a run, and a batch
@@ -51,22 +60,20 @@ def clean() -> Iterator[None]:
     session.forget_patches()
 
 
-class Run:
+class Run(Trainer):
     """A model, its optimizer and a handle, each time from the same start."""
 
     def __init__(
-        self, queue: cl.CommandQueue, optimizer: Any = None, dtype: str = "float16", model: Any = None
+        self, queue: cl.CommandQueue, optimizer: Any = "sgd", dtype: str = "float16", model: Any = None
     ) -> None:
         amp.shutdown()
         self.queue = queue
         np.random.seed(3)
-        self.model = mlp(queue, 10, 16, 3) if model is None else model(queue)
-        self.params = list(self.model.parameters())
-        self.optimizer = (optimizer or (lambda params: SGD(params, lr=0.05, momentum=0.9)))(self.params)
-        self.handle = amp.init(dtype=dtype, loss_scale="dynamic")
-        self.handle.scalers[0].rule = ScaleRule(interval=3)
+        super().__init__(queue, None, optimizer, model)
+        self.handle = init(dtype)
 
     def backward(self, x: Tensor, y: Tensor, loss_of: Callable[..., Any] = loss_of) -> Node:
+        """Runs it as it is: gradients that are there add up."""
         loss = loss_of(self.model, (x, y))
         scaled_backward(self.handle, loss, self.optimizer)
         return loss
@@ -125,12 +132,6 @@ def same_as_eager(play: Callable[[Callable[[Step], Any]], Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- whole steps
-
-OPTIMIZERS = {
-    "sgd": lambda params: SGD(params, lr=0.05, momentum=0.9),
-    "adam": lambda params: Adam(params, lr=0.01),
-    "adamw": lambda params: AdamW(params, lr=0.01),
-}
 
 
 def clears_first(
