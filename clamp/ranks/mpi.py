@@ -40,7 +40,6 @@ from clamp.ops.concat import Part, assemble, split
 from clamp.params.weight_cache import weight_cache
 from clamp.ranks.parameters import RankParameters, digest, shapes_of
 from clamp.ranks.rendezvous import Kind, Meeting, RankError
-from clamp.scaling.loss_scale import LossScale, NoLossScale
 
 __all__ = ["RankError", "Ranks"]
 
@@ -155,7 +154,7 @@ class Ranks:
             raise
 
     def average(
-        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
+        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float | None
     ) -> list[Tensor | None]:
         """The mean over all ranks of each gradient, which is still multiplied by the loss scale.
 
@@ -165,7 +164,7 @@ class Ranks:
         Args:
             params: the parameters, one a gradient, the same on all ranks.
             gradients: float32, float16 or bfloat16.
-            scaler: its scale must be the same on all ranks.
+            scale: that loss scale, the same on all ranks; None where losses are not scaled.
 
         Returns:
             New float32 tensors, the same bits on all ranks.
@@ -176,7 +175,7 @@ class Ranks:
             RuntimeError: no rank has any gradient.
             ValueError: float16 cannot be reduced in, because no loss scaling would notice an overflow.
         """
-        if self.reduce_dtype == "float16" and isinstance(scaler, NoLossScale):
+        if self.reduce_dtype == "float16" and scale is None:
             raise ValueError(
                 "gradients cannot be reduced in float16 without loss scaling, which would notice that one overflows: "
                 'pass reduce_dtype="bfloat16" to distribute, or loss_scale="dynamic" to amp.init'
@@ -186,15 +185,13 @@ class Ranks:
         mine = self._collect(params, gradients)
         averages = np.empty_like(mine)
         with self._meeting.whole():
-            present = self._exchange(params, mine, averages, present, scaler)
+            present = self._exchange(params, mine, averages, present, 1.0 if scale is None else scale)
         return self._hand_out(params, averages, present)
 
-    def _exchange(
-        self, params: Sequence[Tensor], mine: Array, averages: Array, present: Array, scaler: LossScale
-    ) -> Array:
+    def _exchange(self, params: Sequence[Tensor], mine: Array, averages: Array, present: Array, scale: float) -> Array:
         """The messages of a pass, into ``averages``; returns which gradients any rank has."""
         headers = self._meeting.exchange(
-            Kind.PASS, present=digest(present.tobytes()), scale=scaler.scale, **self._parameters.header(params)
+            Kind.PASS, present=digest(present.tobytes()), scale=scale, **self._parameters.header(params)
         )
         self._parameters.require_alike(params, headers)
         if (headers["present"] != headers["present"][0]).any():

@@ -4,9 +4,8 @@ by."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import pyopencl as cl
@@ -20,27 +19,10 @@ from clamp.params import delivery, gradient_marks, masters
 from clamp.params.delivery import Repeat
 from clamp.params.gradient_marks import Mark, mark_of
 from clamp.params.masters import Pair
+from clamp.ranks.mpi import Ranks
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.step_guard import StepGuard
 from clamp.scaling.step_report import warn_user
-
-
-class Averaging(Protocol):
-    """Processes that train together (``clamp.ranks.mpi.Ranks``)."""
-
-    def one_pass(self) -> AbstractContextManager[None]:
-        """Around a pass: an error inside ends in one on all of them."""
-
-    def checks(self) -> AbstractContextManager[None]:
-        """Around what is checked before a pass."""
-
-    def average(
-        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scaler: LossScale
-    ) -> list[Tensor | None]:
-        """The mean over all of them of each gradient, still multiplied by the loss scale."""
-
-    def leave(self) -> None:
-        """This one has ended its training."""
 
 
 class BackwardPass(delivery.PassGradients):
@@ -58,7 +40,7 @@ class BackwardPass(delivery.PassGradients):
 
     def __init__(
         self, loss: Tensor, scaler: LossScale, optimizers: Sequence[object], guards: Sequence[StepGuard],
-        ranks: Averaging | None = None, of_all: bool = False, can_be_repeated: bool = False,
+        ranks: Ranks | None = None, of_all: bool = False, can_be_repeated: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(optimizers, of_all)
         self.loss = loss
@@ -123,7 +105,8 @@ class BackwardPass(delivery.PassGradients):
         self.note_came()
         scale, slots = self.scaler.applied(), [slot for slot in self.slots if not delivery.is_input(slot.model)]
         grads = [None if slot.reached is None else gradient_marks.at_scale(slot.reached, scale) for slot in slots]
-        averages = self.ranks.average([slot.model for slot in slots], grads, self.scaler)
+        value = self.scaler.scale if self.scaler.scales else None
+        averages = self.ranks.average([slot.model for slot in slots], grads, value)
         mark = Mark(scale)
         for slot, average in zip(slots, averages, strict=True):
             if average is not None:

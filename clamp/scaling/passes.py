@@ -22,7 +22,8 @@ from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery
 from clamp.params.delivery import Repeat
 from clamp.params.weight_cache import weight_cache
-from clamp.scaling.backward_pass import Averaging, BackwardPass, restoring
+from clamp.ranks.mpi import Ranks
+from clamp.scaling.backward_pass import BackwardPass, restoring
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale, require_state
 from clamp.scaling.manual import ManualScaling
@@ -137,7 +138,7 @@ class PassScaling:
         self.first = self.own[0]
         self.wrapped: list[LossScale] = []
         self.guards = guards
-        self.ranks: Averaging | None = None
+        self.ranks: Ranks | None = None
         self.is_active = self.divides_all = False
         self._unnamed: dict[int, weakref.ref[Tensor]] = {}  # what passes have reached that did not name its optimizer
         self._warns_of_unnamed = True

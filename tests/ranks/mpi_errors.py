@@ -19,7 +19,6 @@ from clamp.bridge import Tensor
 from clamp.ranks import parameters as rank_parameters
 from clamp.ranks import rendezvous
 from clamp.ranks.mpi import RankError
-from clamp.scaling.loss_scale import LossScale
 from tests.networks import batch, mlp, weights_of
 from tests.ranks.mpi_child import (
     COMM,
@@ -55,7 +54,7 @@ def average(ranks: Any, model: Any) -> None:
     """The end of a pass: every parameter's gradient is its number plus the rank."""
     params = model.parameters()
     grads = [Tensor.from_host(p.queue, np.full(p.shape, n + RANK, np.float32)) for n, p in enumerate(params)]
-    for number, mean in enumerate(ranks.average(params, grads, LossScale(1.0))):
+    for number, mean in enumerate(ranks.average(params, grads, 1.0)):
         assert (mean.to_host() == number + (SIZE - 1) / 2).all()
 
 
@@ -272,16 +271,16 @@ def another_order_of_equal_parameters_is_noticed(queue: cl.CommandQueue) -> None
 def a_pass_without_gradients_is_an_error_or_one_warning(queue: cl.CommandQueue) -> None:
     """If nobody has any, an error on all ranks; if one has none it counts as zeros, and all say so once."""
     with training(queue) as (_, ranks, model, _):
-        params, scale = model.parameters(), LossScale(1.0)
+        params = model.parameters()
         none = [None] * len(params)
         with pytest.raises(RuntimeError, match="no backward has reached a parameter on any rank"), ranks.one_pass():
-            ranks.average(params, none, scale)
+            ranks.average(params, none, 1.0)
         some = [Tensor.from_host(queue, np.full(param.shape, SIZE, np.float32)) for param in params]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):
                 with ranks.one_pass():
-                    means = ranks.average(params, some if RANK == 0 else none, scale)
+                    means = ranks.average(params, some if RANK == 0 else none, 1.0)
                 assert all((mean.to_host() == 1).all() for mean in means)
         others = ", ".join(str(rank) for rank in range(1, SIZE))
         assert [str(warning.message).partition(" had no gradient")[0] for warning in said] == [f"rank {others}"]

@@ -27,7 +27,6 @@ from clamp.opencl.device import list_devices
 from clamp.params import masters
 from clamp.patching.collectives import keep_equal
 from clamp.ranks.mpi import Ranks
-from clamp.scaling.loss_scale import NoLossScale
 from tests.faults.check import as_python_does
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -300,7 +299,7 @@ def alone(*interrupted: int) -> Iterator[tuple[Ranks, _Alone]]:
 
 def average(ranks: Ranks, param: Tensor) -> None:
     with ranks.one_pass():
-        ranks.average([param], [to_device(param.queue, np.ones(4))], NoLossScale())
+        ranks.average([param], [to_device(param.queue, np.ones(4))], None)
 
 
 @pytest.mark.parametrize("interrupted", [1, 2, 3])
@@ -314,7 +313,7 @@ def test_an_interrupted_rank_sends_what_the_others_wait_for(queue: cl.CommandQue
 
 def test_an_interrupt_beside_an_error_of_all_ranks_does_not_end_the_job(queue: cl.CommandQueue) -> None:
     with alone(1) as (ranks, comm), ranks.one_pass():
-        ranks.average([to_device(queue, np.zeros(4))], [None], NoLossScale())
+        ranks.average([to_device(queue, np.zeros(4))], [None], None)
     assert comm.sent == ["header"]
     assert not comm.aborted
 

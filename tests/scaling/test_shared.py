@@ -466,10 +466,10 @@ class Ranks:
     def __init__(self, theirs: list[Tensor | None]) -> None:
         self._theirs = theirs
 
-    def average(self, params: Any, gradients: Any, scaler: LossScale) -> list[Tensor | None]:
+    def average(self, params: Any, gradients: Any, scale: float) -> list[Tensor | None]:
         """The mean over this rank and one that has no gradient where this one has, and ``theirs`` elsewhere."""
         return [
-            scaler.applied().multiply(theirs, "float32") if theirs is not None else ours
+            to_device(theirs.queue, theirs.to_host() * scale) if theirs is not None else ours
             for theirs, ours in zip(self._theirs, gradients, strict=True)
         ]
 
