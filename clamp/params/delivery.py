@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -221,6 +221,7 @@ class _Pass:
         within: the scaled pass that it is a part of; None without.
         around: the backward pass whose op runs this one; None without. Whatever runs that again runs this.
         met: its leaves, and all that passes inside of it have given a gradient to, by id, with what they had before.
+        given: the gradient that the user's op has been given whose backward runs; None where none does.
         late: gradients of passes inside of it to leaves to which it had given one already. The engine, which adds to
             what it holds itself, would forget them.
     """
@@ -230,6 +231,7 @@ class _Pass:
         self.around = running.now if running.now is not None and running.now.within is self.within else None
         self.met: dict[int, tuple[Any, Tensor | None]] = {id(x): (x, getattr(x, "grad", None)) for x in leaves}
         self._leaves = len(leaves)
+        self.given: Tensor | None = None
         self.late: list[tuple[Any, Tensor]] = []
 
     def is_arounds(self, leaf: Any) -> bool:
@@ -299,6 +301,19 @@ def is_another_threads(tensor: Tensor) -> bool:
     by = getattr(tensor, "_given_by", None)
     here = tensor.grad is None or by in (None, threading.get_ident())
     return not here and any(thread.ident == by for thread in threading.enumerate())
+
+
+def giving(grad: Tensor) -> AbstractContextManager[None]:
+    """Around the backward of an op of the user's, which is given this gradient."""
+    return nullcontext() if running.now is None else holding(running.now, "given", grad)
+
+
+def goes_on(seed: Tensor | None, leaves: Iterable[Any]) -> bool:
+    """Returns whether a backward hands on what the pass around it has given to an op of the user's: it begins with a
+    gradient, or from a loss that has that one among its leaves."""
+    if running.now is None or seed is not None:
+        return seed is not None
+    return any(leaf is running.now.given for leaf in leaves)
 
 
 def gradient_dtype(dtype: str) -> str:

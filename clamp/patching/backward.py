@@ -159,7 +159,7 @@ def tape_backward(
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
-    scale, layerwise = _scale_of(scaler, grad)
+    scale, layerwise = _scale_of(scaler, grad, values)
     run = _let_overflow(partial(RESULTS.backward, wrapped, loss, grad))
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
     is_last = _asked_once(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
@@ -208,12 +208,14 @@ def _seed(loss: Node, grad: Any) -> Tensor:
     return grad if tuple(grad.shape) == shape else bridge.view(grad, shape)
 
 
-def _scale_of(scaler: LossScale | None, seed: Tensor | None) -> tuple[AppliedScale | None, bool]:
-    """Returns what a backward multiplies by, and whether each layer has a scale of its own besides. One that runs in an
-    op's own backward begins with a gradient that has come to that, and is scaled already."""
+def _scale_of(scaler: LossScale | None, seed: Tensor | None, leaves: list[Any]) -> tuple[AppliedScale | None, bool]:
+    """Returns what a backward multiplies by, and whether each layer has a scale of its own besides. What has come to an
+    op's own backward that runs this one is scaled already."""
     if scaler is not None:
         return scaler.applied(), scaler.layerwise
-    return (None, False) if seed is None else (delivery.running.scale, delivery.running.layerwise)
+    if delivery.goes_on(seed, leaves):
+        return delivery.running.scale, delivery.running.layerwise
+    return None, False
 
 
 def _warn_of_dead_tapes(cut: list[Node]) -> None:

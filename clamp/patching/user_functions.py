@@ -25,6 +25,7 @@ from clamp.casting.regions import called_in, casting_region, in_region
 from clamp.interrupts import Managed
 from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
+from clamp.params import delivery
 from clamp.patching.wrap import user_wrapper
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -177,7 +178,8 @@ def bound(backward: Any, forward: Any, nodes: Sequence[Any], name: str) -> Any:
 
 
 def _gradients_of(backward: Backward, name: str, nodes: Sequence[Node], grad: Tensor) -> list[Tensor | None]:
-    found: Any = backward(grad)
+    with delivery.giving(grad):
+        found: Any = backward(grad)
     if isinstance(found, Tensor | Node | np.ndarray) or not isinstance(found, Iterable):
         raise TypeError(
             f"the backward of {name} returned one of type {type(found).__name__}: return a list, with a gradient (or "

@@ -384,7 +384,7 @@ def test_a_node_that_has_its_parents_tensor_has_its_own_gradient(
 # ---------------------------------------------------------------------------------------------- one backward in another
 
 
-def _run_again(f: Any) -> Any:
+def _run_again(f: Any, from_a_loss: bool = False) -> Any:
     """An op that keeps nothing, as a reversible block: its backward runs f again, and backward through that."""
 
     def op(x: Any) -> Any:
@@ -395,7 +395,11 @@ def _run_again(f: Any) -> Any:
         def backward(grad: Tensor) -> list[Tensor]:
             given = to_device(x.value.queue, to_numpy(x.value))
             given.requires_grad = True
-            ag.Tape().backward(f(ag.tensor(given)), grad)
+            again = f(ag.tensor(given))
+            if from_a_loss:
+                ag.sum(ag.mul(again, ag.tensor(grad))).backward()
+            else:
+                ag.Tape().backward(again, grad)
             return [given.grad]
 
         return ag.apply_op(forward, backward, x)
@@ -406,6 +410,7 @@ def _run_again(f: Any) -> Any:
 _USES: dict[str, tuple[Any, int]] = {  # functions of x and of one that multiplies by the weight; how often that is used
     "alone": (lambda x, f: _run_again(f)(x), 1),
     "between others": (lambda x, f: f(_run_again(f)(f(x))), 3),
+    "from a loss": (lambda x, f: f(_run_again(f, from_a_loss=True)(f(x))), 3),
     "in another": (lambda x, f: f(_run_again(lambda x: _run_again(f)(f(x)))(f(x))), 4),
 }
 
