@@ -38,8 +38,18 @@ def rope(x: Tensor, positions: Tensor, base: float = 10000.0, *, inverse: bool =
     if not base > 0:
         raise ValueError(f"rope takes a positive base, got {base}")
     out = bridge.empty(x.queue, shape, out_dtype)
-    if out.size:
-        _launch(x, out, positions, _theta(x.queue.context, shape[-1], base), -1.0 if inverse else 1.0)
+    if out.size == 0:
+        return out
+    queue, (*leading, length, width) = x.queue, shape
+    leads, device = prod(leading), capabilities(queue)
+    span, blocks = (_SPAN_CPU, _BLOCKS_CPU) if device.is_cpu else (1, 1)
+    spans = -(-length // span)
+    # As many leads as leave work for every core; on a GPU a few, for which the angles are computed once.
+    leads_each = min(leads, max(1, leads * spans // (4 * device.compute_units)) if device.is_cpu else 4)
+    ROPE(
+        queue, *launch(queue, spans * -(-leads // leads_each)), x, out, positions, _theta(queue.context, width, base),
+        leads, length, width, leads_each, -1.0 if inverse else 1.0, SPAN=span, BLOCKS=blocks,
+    )  # fmt: skip
     return out
 
 
@@ -50,16 +60,3 @@ def _theta(context: cl.Context, width: int, base: float) -> cl.Buffer:
     theta = np.zeros(-(-pairs // _PAIRS) * _PAIRS, np.float32)
     theta[:pairs] = np.float64(base) ** (-2.0 * np.arange(pairs) / width)
     return cl.Buffer(context, cl.mem_flags.READ_ONLY | cl.mem_flags.COPY_HOST_PTR, hostbuf=theta)
-
-
-def _launch(x: Tensor, out: Tensor, positions: Tensor, theta: cl.Buffer, sign: float) -> None:
-    queue, (length, width) = x.queue, tuple(x.shape)[-2:]
-    leads, device = prod(tuple(x.shape)[:-2]), capabilities(queue)
-    span, blocks = (_SPAN_CPU, _BLOCKS_CPU) if device.is_cpu else (1, 1)
-    spans = -(-length // span)
-    # As many leads as leave work for every core; on a GPU a few, for which the angles are computed once.
-    leads_each = min(leads, max(1, leads * spans // (4 * device.compute_units)) if device.is_cpu else 4)
-    ROPE(
-        queue, *launch(queue, spans * -(-leads // leads_each)), x, out, positions, theta, leads, length, width,
-        leads_each, sign, SPAN=span, BLOCKS=blocks,
-    )  # fmt: skip
