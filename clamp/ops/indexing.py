@@ -103,16 +103,14 @@ def index_add(x: Tensor, shape: Sequence[int], axis: int, index: Tensor, out: Te
         if base is not out:
             overwrite(out, base)
         return
+    bases, types = ((), {}) if base is None else ((base,), {"BASE_T": bridge.STORAGE[base.dtype]})
     add = _add_listed if capabilities(x.queue).is_cpu else _add_sorted
-    add(x, index, out, base, (outer, dim, inner))
+    add(x, index, out, (outer, dim, inner), *bases, ADD=1, IN_PLACE=int(base is out), **types)
 
 
-def _macros(out: Tensor, base: Tensor | None) -> dict[str, object]:
-    types = {} if base is None else {"BASE_T": bridge.STORAGE[base.dtype]}
-    return {"ADD": 1, "IN_PLACE": int(base is out), **types}
-
-
-def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, extents: tuple[int, int, int]) -> None:
+def _add_listed(
+    x: Tensor, index: Tensor, out: Tensor, extents: tuple[int, int, int], *bases: Tensor, **macros: object
+) -> None:
     outer, dim, inner = extents
     n = index.size
     cores = capabilities(x.queue).compute_units
@@ -123,25 +121,25 @@ def _add_listed(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, exte
     size = bridge.nbytes(out) // outer
     block = max(0, (min(max(size // (owners * 64), _BLOCK), 64 * _BLOCK) * dim // size).bit_length() - 1)
     lists = bridge.empty(x.queue, (slices * (dim + n),), "int32")
-    bases = () if base is None else (base,)
     ADD_LISTED(
         x.queue, *launch(x.queue, slices * owners), x, index, out, lists, dim, n, inner, outer, slices, owners, block,
-        *bases, **_macros(out, base),
+        *bases, **macros,
     )  # fmt: skip
 
 
-def _add_sorted(x: Tensor, index: Tensor, out: Tensor, base: Tensor | None, extents: tuple[int, int, int]) -> None:
+def _add_sorted(
+    x: Tensor, index: Tensor, out: Tensor, extents: tuple[int, int, int], *bases: Tensor, **macros: object
+) -> None:
     outer, dim, inner = extents
     n = index.size
     positions, starts = sort_positions(index, dim, min(_TILE, capabilities(x.queue).max_work_group))
     crowded = n >= _CROWDED * dim
     lanes, columns = (_LANES, _COLUMNS) if crowded else (1, 1)
-    bases = () if base is None else (base,)
     groups = outer * dim * -(-inner // columns)
     sizes = ((groups * columns, lanes), (columns, lanes)) if crowded else launch(x.queue, groups)
     ADD_SORTED(
         x.queue, *sizes, x, positions, starts, out, dim, n, inner, outer, *bases,
-        LANES=lanes, COLUMNS=columns, **_macros(out, base),
+        LANES=lanes, COLUMNS=columns, **macros,
     )  # fmt: skip
 
 
@@ -201,7 +199,6 @@ TOPK_SELECT = Kernel("topk.cl", "topk_select", "X")
 
 _TOPK_PIECES = 16  # pieces of work for each core of a CPU
 _LARGEST, _LAST = "INT_MAX", "INT_MIN"  # where a kernel puts NaN
-_WORD = {2: "ushort", 4: "uint"}
 
 
 def argmax(x: Tensor, axis: int = -1, keepdims: bool = False) -> Tensor:
@@ -238,7 +235,7 @@ def topk(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
     values, places = bridge.empty(x.queue, shape, x.dtype), bridge.empty(x.queue, shape, "int32")
     if values.size == 0:
         return values, places
-    macros: dict[str, object] = {"TOPK": 1, "WORD": _WORD[bridge.nbytes(x) // x.size], "NAN_KEY": _LAST}
+    macros: dict[str, object] = {"TOPK": 1, "WORD": WORDS[bridge.nbytes(x) // x.size], "NAN_KEY": _LAST}
     lanes = outer * inner
     device = capabilities(x.queue)
     if device.is_cpu:
