@@ -59,12 +59,13 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     words = (_STEPS + 16) * (_COLUMNS + padded)  # of a work-item: what it packs
     items = max(1, min(_CHUNKS_PER_CORE * capabilities(queue).compute_units, _WORK_WORDS // words))
     image = groups * rows * shape.positions  # elements of an image of gradients
-    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    parts = slices(x, shape, x.dtype)
+    columns = parts[0][1] * shape.positions
     division = divide(items, groups, columns, 2 * _STEPS, panels_k, floats)
     sums = bridge.empty(queue, (division.chunks * floats,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * words,), "float32")
-    for first, (source,) in staged(x, [shape], x.dtype, groups, problem.channels):
+    for first, (source,) in staged(x, parts, [shape], x.dtype, groups, problem.channels):
         _WEIGHT_GRAD(
             queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, work, first * image,
             *source.sizes(rows), image, source.tensor.size, grad.size, tall + short, tall, division.each_k,

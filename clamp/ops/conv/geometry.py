@@ -8,7 +8,6 @@ each remainder of the input position by the stride, with the taps that reach tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd
@@ -39,16 +38,17 @@ class Window:
 
     def output(self, image: Pair, kernel: Pair) -> Pair:
         """Positions of a convolution; not positive where the kernel is larger than the padded image."""
-        return pair([(n + 2 * pad - reach) // stride + 1 for n, reach, stride, pad in self._axes(image, kernel)])
+        sizes = [
+            (image[i] + 2 * self.pad[i] - (kernel[i] - 1) * self.dilation[i] - 1) // self.stride[i] + 1 for i in (0, 1)
+        ]
+        return sizes[0], sizes[1]
 
     def transposed_output(self, image: Pair, kernel: Pair) -> Pair:
         """Positions of a transposed convolution: the smallest image whose convolution has the size ``image``."""
-        return pair([(n - 1) * stride - 2 * pad + reach for n, reach, stride, pad in self._axes(image, kernel)])
-
-    def _axes(self, image: Pair, kernel: Pair) -> Iterator[tuple[int, int, int, int]]:
-        """Of each axis: extent, what the kernel reaches over, stride, padding."""
-        reach = [(extent - 1) * dilation + 1 for extent, dilation in zip(kernel, self.dilation, strict=True)]
-        return zip(image, reach, self.stride, self.pad, strict=True)
+        sizes = [
+            (image[i] - 1) * self.stride[i] - 2 * self.pad[i] + (kernel[i] - 1) * self.dilation[i] + 1 for i in (0, 1)
+        ]
+        return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True)

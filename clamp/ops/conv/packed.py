@@ -52,7 +52,8 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     floats = groups * panels_k * panels_m * tile.rows * tile.columns
     items = _CHUNKS_PER_CORE * capabilities(queue).compute_units
     image = groups * rows * shape.positions  # elements of an image of gradients
-    columns = slices(x, shape, dtype)[0][1] * shape.positions
+    parts = slices(x, shape, dtype)
+    columns = parts[0][1] * shape.positions
     division = divide(items, groups, columns, most, panels_k, floats)
     sums = bridge.empty(queue, (division.chunks * floats,), "float32")
     bias, sums_bias = None, sums  # a kernel's pointers must point somewhere
@@ -61,7 +62,7 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
         sums_bias = bridge.empty(queue, (division.chunks * groups * panels_m * tile.columns,), "float32")
     grid = (-(-panels_k // division.each_k), division.chunks, groups)
     work = bridge.empty(queue, (prod(grid) * (most + 16) * tile.columns,), "float32")
-    for first, (source,) in staged(x, [shape], dtype, groups, problem.channels):
+    for first, (source,) in staged(x, parts, [shape], dtype, groups, problem.channels):
         _WEIGHT_GRAD(
             queue, grid, (1, 1, 1), source.tensor, source.offsets, grad, sums, sums_bias, work, first * image,
             *source.sizes(rows), image, grad.size, division.each_k, division.each,

@@ -86,7 +86,8 @@ def convolve_staged(
     shapes, remainders = problem.correlations
     phases = out if len(shapes) == 1 else bridge.empty(out.queue, out.shape, out.dtype)
     channels = weights.channels if x.size else 0  # an image without pixels is all padding: sums of nothing
-    for first, sources in staged(x, shapes, x.dtype, weights.groups, channels, by_rows=by_rows):
+    parts = slices(x, shapes[0], x.dtype)
+    for first, sources in staged(x, parts, shapes, x.dtype, weights.groups, channels, by_rows=by_rows):
         begin = 0
         for source in sources:
             if x.size == 0:  # a kernel's pointer must point somewhere
@@ -99,18 +100,20 @@ def convolve_staged(
 
 
 def staged(
-    x: Tensor, shapes: Sequence[Correlation], dtype: str, groups: int, channels: int, *, by_rows: bool = True
-) -> Iterator[tuple[int, list[Source]]]:
+    x: Tensor, parts: Sequence[tuple[int, int]], shapes: Sequence[Correlation], dtype: str, groups: int, channels: int,
+    *, by_rows: bool = True,
+) -> Iterator[tuple[int, list[Source]]]:  # fmt: skip
     """The parts of a batch: the number of the first image, and the part as each correlation reads it. All read one
     staged source.
 
     Args:
+        parts: `slices` of the batch.
         dtype: storage type of the source.
         channels: of one group.
         by_rows: as in `stage`.
     """
     tables = [offsets(x.queue.context, shape, channels) for shape in shapes]
-    for first, images in slices(x, shapes[0], dtype):
+    for first, images in parts:
         tensor = stage(x, shapes[0], first, images, dtype, by_rows=by_rows)
         yield (
             first,

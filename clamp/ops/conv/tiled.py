@@ -41,13 +41,14 @@ def weight_gradient(problem: Problem, x: Tensor, grad: Tensor, out: Tensor, bias
     side, tiles_k, tiles_m = plan.side, -(-problem.channels * shape.taps // plan.columns), -(-rows // plan.rows)
     wanted = _GROUPS_PER_UNIT * capabilities(queue).compute_units
     image = groups * rows * shape.positions  # elements of an image of gradients
-    columns = slices(x, shape, x.dtype)[0][1] * shape.positions
+    parts = slices(x, shape, x.dtype)
+    columns = parts[0][1] * shape.positions
     most = min(wanted // (tiles_k * tiles_m * groups), columns // _MIN_CHUNK, PARTIAL_FLOATS // out.size)
     chunk = -(-columns // max(1, most))
     chunks = -(-columns // chunk)
     partial = bridge.empty(queue, (chunks * out.size,), "float32")
     grid = (tiles_k * side, tiles_m * side, chunks * groups)
-    for first, (source,) in staged(x, [shape], x.dtype, groups, problem.channels, by_rows=False):
+    for first, (source,) in staged(x, parts, [shape], x.dtype, groups, problem.channels, by_rows=False):
         _WEIGHT_GRAD(
             queue, grid, (side, side, 1), source.tensor, source.offsets, grad, partial, first * image,
             *source.sizes(rows), image, chunk, groups, first > 0,
