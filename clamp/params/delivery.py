@@ -238,10 +238,8 @@ class _Pass:
         """Returns whether what a leaf had before it has of the pass around this one, or of another inside of that."""
         return self.around is not None and id(leaf) in self.around.met
 
-    def has_run(
-        self, reached: Sequence[Any], root: Node, again: Callable[[], object], launches: Sequence[Callable[[], object]]
-    ) -> None:
-        """Tells of what has got gradients, its own leaves and others, who is to know; see :class:`Waiting`.
+    def has_run(self, reached: Sequence[Any], root: Node, again: Repeat, launches: Sequence[Repeat]) -> None:
+        """Tells of what has got gradients, its own leaves and others, who is to know; see ``PassGradients.ran``.
 
         Args:
             reached: those of its own leaves that have.
