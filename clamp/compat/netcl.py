@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,8 +94,8 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
 class _Known:
     """The device side of a scaler of netcl's."""
 
-    # for each queue netcl's scale when it was last seen, and a loss scale
-    scales: dict[cl.CommandQueue, tuple[float, LossScale]] = field(default_factory=dict)
+    scale: LossScale
+    last: float  # netcl's scale when it was last seen
     stuck: tuple[float, int] = 0.0, 0  # the scale at which inf or nan was met last, and how often in a row
 
 
@@ -104,18 +104,17 @@ _known: dict[int, _Known] = {}  # by id, as scalers compare by value; each goes 
 
 def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     """The loss scale of a scaler on a queue, set to the scaler's own."""
-    known = _known.get(id(scaler))
-    if known is None:
-        known = _known[id(scaler)] = _Known()
-        weakref.finalize(scaler, _known.pop, id(scaler), None)
     value = min(max(float(scaler.scale), SMALLEST), LARGEST)
     bridge.set_host_scale(scaler, value)
-    last, scale = known.scales.get(queue) or (value, LossScale(value))
-    scale.comes_down = True  # netcl's scaler lowers it
-    if last != value:
-        scale.set_scale(value)
-    known.scales[queue] = value, scale
-    return scale
+    known = _known.get(id(scaler))
+    if known is None:
+        known = _known[id(scaler)] = _Known(LossScale(value), value)
+        known.scale.comes_down = True  # netcl's scaler lowers it
+        weakref.finalize(scaler, _known.pop, id(scaler), None)
+    if known.last != value:
+        known.scale.set_scale(value)
+        known.last = value
+    return known.scale.on(queue)
 
 
 def _note_stuck(scaler: Any, found_inf: bool) -> None:
