@@ -29,9 +29,12 @@ def test_cast_is_numpys_astype(queue: cl.CommandQueue, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", STORAGE_DTYPES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # numpy's, of NaNs that signal
 def test_special_values_survive(queue: cl.CommandQueue, target: str) -> None:
-    result = to_numpy(cast(to_device(queue, SPECIAL), target))
-    expected = quantize(SPECIAL, target).astype(np.float64)
+    nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    values = np.concatenate([nans, SPECIAL, nans])  # a vector of 16, and what is beyond it
+    result = to_numpy(cast(to_device(queue, values), target))
+    expected = quantize(values, target).astype(np.float64)
     np.testing.assert_array_equal(result, expected)
     np.testing.assert_array_equal(np.signbit(result[~np.isnan(expected)]), np.signbit(expected[~np.isnan(expected)]))
 
