@@ -173,6 +173,15 @@ def test_small_deviations_around_a_large_mean(
         assert_close(y, z + 1, slack=4 * rounded + 0.6e-5 * np.abs(z))  # half the variance's error
 
 
+@pytest.mark.unsimulated  # a million elements
+@pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+def test_a_mean_that_drifts_by_less_than_it_rounds(queue: cl.CommandQueue, plan: None) -> None:
+    x = to_device(queue, (1000 + np.linspace(0, 0.02, 2**20)).reshape(1, 1, 1024, 1024))
+    one = to_device(queue, np.ones(1))
+    _, mean, _ = norm_planes.batch_norm(x, one, one, None, None, momentum=0.1, eps=1e-5, out_dtype="float32")
+    np.testing.assert_allclose(to_numpy(mean), to_numpy(x).mean(), rtol=2.0**-22)
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
