@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,7 @@ def tape_backward(
     scale, layerwise = _scale_of(scaler, grad, values)
     run = _let_overflow(partial(RESULTS.backward, wrapped, loss, grad))
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
-    is_last = _asked_once(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
+    is_last = cache(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
     if recomputed:
         is_last()  # asked later, it would meet the nodes of a forward that is run again
     reached = called_in(None, delivery.deliver, run, values, scale, in_half, layerwise, loss, again, is_last)
@@ -236,17 +236,6 @@ def _begins_in_half(node: Node) -> bool:
         return False
     segment.begin()
     return bool(segment.in_half)
-
-
-def _asked_once(ask: Callable[[], bool]) -> Callable[[], bool]:
-    answers: list[bool] = []
-
-    def answer() -> bool:
-        if not answers:
-            answers.append(ask())
-        return answers[0]
-
-    return answer
 
 
 @replaces("netcl.autograd.engine.Node.backward")
