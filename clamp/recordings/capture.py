@@ -1,7 +1,8 @@
 """Recordings that replay right (replay.py): what netcl's ``KernelCapture`` loses while it records launches.
 
-netcl records what goes through ``cl.Kernel.__call__``. Under AMP, from ``begin`` to ``end``,
+Under AMP, from ``begin`` to ``end``,
 
+* what goes through ``cl.Kernel.__call__`` in this thread is recorded: netcl takes that of all threads;
 * copies and fills on the device run as kernels, so that they are recorded, too;
 * memory comes from a pool of the recording's own (as of a CUDA graph), so that nobody else is given a buffer that
   the replay will write, and what was there before stays for as long as there may be replays that read it;
@@ -23,7 +24,7 @@ import pyopencl as cl
 import wrapt
 from netcl.core import memory as netcls_memory
 from netcl.core.memory import PersistentBufferPool
-from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture
+from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture, _tls
 
 from clamp import bridge
 from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
@@ -58,10 +59,8 @@ class _Recording:
         self._modules = ModuleNotes()  # of one that only this knows; what an attempt reads is watched from its function
         self.begun_by: With | None = None
 
-    def start(self, begin: Callable[[], None]) -> None:
-        """Begins as netcl does, and puts the recorder's own versions over what netcl and pyopencl do to memory."""
-        self._undo.append((cl.Kernel, "__call__", vars(cl.Kernel)["__call__"]))
-        begin()
+    def start(self) -> None:
+        """Puts the recorder's own versions over launches, and over what netcl and pyopencl do to memory."""
         weight_cache.recorded_by, weight_cache.together = threading.get_ident(), self.together
         weight_cache.clear()
         capture = self._capture()
@@ -70,7 +69,7 @@ class _Recording:
         memory.keepers.add(self.keeps)
         for pool in [*netcls_memory._PERSISTENT_POOLS.values()]:
             memory.watch_pool(pool)
-        self._replace(cl.Kernel, "__call__", partial(self._call, vars(cl.Kernel)["_orig_call"]))
+        self._replace(cl.Kernel, "__call__", self._call)
         self._replace(netcls_memory, "get_persistent_pool", self._own_pool)
         self._replace_here(cl, "enqueue_fill_buffer", _fill_buffer)
         self._replace_here(cl, "enqueue_svm_memfill", _fill_svm)
@@ -216,14 +215,15 @@ class _Recording:
     def _is_on(self) -> bool:
         return recorder() is self
 
-    def _call(self, plain: Callable[..., Any], record: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(kernel: Any, queue: Any, global_size: Any, local_size: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on():
-                return plain(kernel, queue, global_size, local_size, *args, **kwargs)
-            if kwargs.keys() - {"wait_for"}:
+            if self._is_on() and kwargs.keys() - {"wait_for"}:
                 refuse(f"A kernel was called with {', '.join(sorted(kwargs))}", "Pass the sizes alone.")
-                return kernel(queue, global_size, local_size, *args, **kwargs)
-            return record(kernel, queue, global_size, local_size, *args, **kwargs)
+            event, capture = plain(kernel, queue, global_size, local_size, *args, **kwargs), self._capture()
+            is_recorded = self._is_on() and capture is not None and capture.is_recording
+            if is_recorded and not getattr(_tls, "disabled", False):  # netcl tries its kernels out
+                self.add(kernel, queue, global_size, local_size, *args)
+            return event
 
         return call
 
@@ -303,7 +303,8 @@ def begin(wrapped: Any, instance: KernelCapture, /) -> None:
     try:
         instance._clamp_recording = recording
         _running.append(instance)
-        recording.start(wrapped)
+        vars(instance).update(_recording=True, _finalized=False)  # as netcl's does
+        recording.start()
     except BaseException:
         instance.clear()
         raise

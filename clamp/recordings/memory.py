@@ -263,7 +263,7 @@ def unwatch_pools() -> None:
 
 
 class Launches(list[CapturedKernelLaunch]):
-    """The launches of the thread that makes it: netcl takes those of all before a recording begins and when it ends.
+    """The launches of the thread that makes it.
 
     netcl's own replays, which come back at ``shutdown``, go through them one by one.
 
@@ -274,10 +274,6 @@ class Launches(list[CapturedKernelLaunch]):
     def __init__(self) -> None:
         super().__init__()
         self.thread = threading.get_ident()
-
-    def append(self, launch: CapturedKernelLaunch) -> None:
-        if threading.get_ident() == self.thread:
-            super().append(launch)
 
     def __iter__(self) -> Iterator[CapturedKernelLaunch]:
         if not Installed.now:
