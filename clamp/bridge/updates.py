@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import UserDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -328,7 +327,7 @@ def _all_or_nothing(own: Callable[[], Any], optimizer: Any, params: Sequence[Ten
 # ---------------------------------------------------------------------------------------------- arrays on the device
 
 
-class DeviceArrays(UserDict[int, Any]):
+class DeviceArrays(MutableMapping[int, Any]):
     """numpy arrays by id of a parameter, some of which lie on the device until somebody asks for them.
 
     Momentum keeps its velocities in a dict of arrays. A step on the device keeps them there; whoever reads an item, a
@@ -336,38 +335,47 @@ class DeviceArrays(UserDict[int, Any]):
     """
 
     def __init__(self, arrays: Mapping[int, Any]) -> None:
+        self._arrays = dict(arrays)  # of those on the device, only their shapes count
         self._buffers: dict[int, tuple[cl.Buffer, cl.CommandQueue]] = {}
-        super().__init__(arrays)  # `data`: of those on the device, only the shapes count
 
     def fits(self, param: Tensor) -> bool:
         """Returns whether the state of a parameter is float32 of its shape."""
-        array = self.data.get(id(param))
+        array = self._arrays.get(id(param))
         return isinstance(array, np.ndarray) and array.dtype == np.float32 and array.shape == tuple(param.shape)
 
     def buffer_of(self, param: Tensor) -> cl.Buffer:
         """Returns where the state of a parameter lies on the device, from now on until it is read."""
         if id(param) not in self._buffers:
-            self._buffers[id(param)] = placed(param, self.data[id(param)]), param.queue
+            self._buffers[id(param)] = placed(param, self._arrays[id(param)]), param.queue
         return self._buffers[id(param)][0]
 
     def __getitem__(self, key: int) -> Any:
         if key in self._buffers:
             buffer, queue = self._buffers[key]
-            array = np.empty_like(self.data[key])
+            array = np.empty_like(self._arrays[key])
             transfer.read(queue, array, buffer)
-            self.data[key] = array
+            self._arrays[key] = array
             del self._buffers[key]
-        return self.data[key]
+        return self._arrays[key]
 
     def __setitem__(self, key: int, value: Any) -> None:
         self._buffers.pop(key, None)
-        self.data[key] = value
+        self._arrays[key] = value
 
     def __delitem__(self, key: int) -> None:
         self._buffers.pop(key, None)
-        del self.data[key]
+        del self._arrays[key]
 
-    def copy(self) -> dict[int, Any]:  # type: ignore[override]
+    def __contains__(self, key: object) -> bool:  # the inherited one reads the item
+        return key in self._arrays
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def copy(self) -> dict[int, Any]:
         """A plain dict with the arrays."""
         return dict(self)
 

@@ -474,6 +474,18 @@ def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.Command
             np.testing.assert_array_equal(velocity, want)
 
 
+def test_whoever_reads_a_copy_of_momentums_velocities_takes_nothing_away(queue: cl.CommandQueue) -> None:
+    loop = Loop(queue, MAKE["momentum"])
+    with amp.init():
+        loop.draw(absent=False)
+        loop.optimizer.step()
+        vel = loop.optimizer.vel
+        copied = [velocity.copy() for velocity in copy.copy(vel).values()]
+        assert all(velocity.any() for velocity in copied)
+        for velocity, want in zip(vel.values(), copied, strict=True):
+            np.testing.assert_array_equal(velocity, want)
+
+
 def test_momentums_velocities_are_saved_by_whoever_saves_them(queue: cl.CommandQueue, tmp_path: Path) -> None:
     loop = Loop(queue, MAKE["momentum"])
     with amp.init():
