@@ -10,6 +10,7 @@ import types
 import weakref
 from collections.abc import Iterable, Mapping
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
@@ -93,7 +94,10 @@ class Patches:
         """
         for name, wrapper in {**OPTIMIZER_METHODS, "step": self._guarded}.items():
             owner = next((base for base in optimizer_class.__mro__ if name in vars(base)), None)
-            if owner is not None:
+            step = None if owner is None else vars(owner)[name]
+            if name == "step" and type(step) is FunctionType:  # whatever it is called: schedulers hold it, bound
+                self._bindings.redirect(step, wrapper, how="bound")
+            elif owner is not None:
                 self._bindings.wrap(owner, name, wrapper)
 
     def install(self) -> None:

@@ -380,6 +380,23 @@ def test_a_method_bound_before_init_is_guarded(queue: cl.CommandQueue, make: Any
     assert inspect.signature(step) == signature
 
 
+def test_a_step_under_another_name_is_guarded_too(queue: cl.CommandQueue) -> None:
+    """One that a decorator has made, say, and that a scheduler bound before ``init``."""
+
+    class Decorated(SGD):
+        pass
+
+    def timed(self: Any) -> None:
+        for param in self.params:
+            param.write(param.to_host() - param.grad.to_host())
+
+    Decorated.step = timed  # type: ignore[method-assign]
+    training = Training(queue, Decorated)
+    held = training.optimizer.step
+    with amp.init(loss_scale=1.0) as handle:
+        assert skips(handle, training, held)
+
+
 def test_a_step_on_the_optimizer_itself_is_guarded(training: Training) -> None:
     optimizer, calls = training.optimizer, []
 
