@@ -77,6 +77,7 @@ class ManualScaling(bridge.Listed):
 
     _scale_class, _floor = DynamicLossScale, SMALLEST
     moves = True  # whether it is ever updated
+    _rounds: dict[int, _Round] = {}  # noqa: RUF012  (of one that is being made, and listed already)
 
     def __init__(
         self, init_scale: float, rule: ScaleRule,
@@ -88,7 +89,7 @@ class ManualScaling(bridge.Listed):
         self._late: list[tuple[Reports, int]] = []
         self._due: list[tuple[Reports, int]] = []
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
-        self._rounds: dict[int, _Round] = {}
+        self._rounds = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
         self._is_moved = False  # whether a batch that was given up has moved the scale, before its update()
         self._scaler = self._scale_class(rule=replace(rule, min=self._floor, max=LARGEST))
@@ -294,7 +295,7 @@ class ManualScaling(bridge.Listed):
     def make_ready(self) -> None:
         """Makes every optimizer ready again, without a move of the scale: for one that stays."""
         host_step(self._rounds.clear)
-        host_step(self._late.clear)
+        host_step(lambda: self._late.clear())  # the list of the day
 
     def _require_scaled(self, call: str) -> None:
         if not self._scaled_any:

@@ -10,9 +10,10 @@ import pyopencl as cl
 import pytest
 from netcl.optim import SGD
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle import GradScaler as PaddleScaler
+from clamp.scaling.manual import ManualScaling
 from tests.debug.faults import Training
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
@@ -142,6 +143,27 @@ def test_a_recorded_step_is_told_as_well(queue: cl.CommandQueue) -> None:
     assert list(handle.history) == list(scaler.history)
     assert len(handle.history) == 8
     assert [report.scale for report in handle.history][:3] == [TOO_HIGH / 2, TOO_HIGH / 4, TOO_HIGH / 8]
+
+
+def test_a_recorded_step_is_told_of_a_scale_that_is_set(queue: cl.CommandQueue) -> None:
+    """Of Paddle's that stays: what a replay forgets is kept where it was kept when it was recorded, or it is not."""
+    training, scaler = Training(queue, "none"), PaddleScaler(init_loss_scaling=2.0, use_dynamic_loss_scaling=False)
+    recorded = amp.record(lambda: pytorch_step(training, scaler))
+    for scale in (2.0, 4.0, 8.0):
+        scaler.set_init_loss_scaling(scale)
+        for _ in range(6):
+            recorded()
+    assert recorded.recordings == 1
+    assert [report.scale for report in scaler.history] == [2.0] * 6 + [4.0] * 6 + [8.0] * 6
+
+
+def test_gradients_are_cleared_while_a_scaler_is_made(queue: cl.CommandQueue) -> None:
+    """By another thread, say; or after a Ctrl-C in its making, for as long as somebody holds what was made."""
+    optimizer = SGD([], lr=1.0)
+    with amp.init():
+        unfinished = ManualScaling.__new__(ManualScaling)
+        optimizer.zero_grad()
+        assert unfinished in bridge.living(ManualScaling)
 
 
 def test_two_optimizers_have_the_scale_that_their_gradients_had(queue: cl.CommandQueue) -> None:
