@@ -107,6 +107,18 @@ def test_epilogues_and_packed_operands(
     np.testing.assert_array_equal(to_numpy(plain), to_numpy(again))
 
 
+def test_panels_of_the_other_type_are_not_taken_for_known_ones(
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_plain_c()
+    monkeypatch.setattr(amx, "fits", lambda problem: problem.a_dtype == problem.b_dtype)
+    a, b = to_device(queue, random(64, 64), F16), random(64, 96, seed=1)
+    of_halves, others = (pack_b(to_device(queue, b, dtype), engine="amx") for dtype in (F16, BF16))
+    gemm(a, of_halves, out_dtype="float32")
+    with pytest.raises(ValueError, match="amx does not compute"):
+        gemm(a, others, out_dtype="float32")
+
+
 def test_float16_as_it_is(queue: cl.CommandQueue, in_plain_c: Callable[..., None]) -> None:
     in_plain_c({F16: FP16_UNIT})
     a, b = random(37, 45), random(45, 40, seed=1)

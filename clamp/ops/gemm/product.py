@@ -43,7 +43,7 @@ class PackedB:
     def layout(self) -> tuple[Any, ...]:
         """All that a product depends on of it, besides its content."""
         extents = [value for name, value in vars(self.matrix).items() if name != "tensor"]
-        return self.engine.NAME, type(self.matrix), self.matrix.tensor.dtype, *extents
+        return self.engine.NAME, self.problem.b_dtype, type(self.matrix), self.matrix.tensor.dtype, *extents
 
     @property
     def nbytes(self) -> int:
