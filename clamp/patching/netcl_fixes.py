@@ -101,10 +101,11 @@ def gelu(wrapped: Any, instance: Any, /, x: Any) -> Any:
 @meets("netcl.nn.layers.MultiheadAttention.forward")
 def multihead_attention(wrapped: Any, instance: Any, /, query: TensorLike, key: TensorLike, value: TensorLike) -> Any:
     """Attention of bare tensors or nodes of shape (batch, sequence, features)."""
-    with nullcontext() if isinstance(query, Node) else ag.no_grad():
+    is_bare = not any(isinstance(x, Node) for x in (query, key, value))
+    with ag.no_grad() if is_bare else nullcontext():
         q, k, v = (x if isinstance(x, Node) else ag.tensor(x) for x in (query, key, value))
         out = instance.out_proj(_attended(instance, instance.q_proj(q), instance.k_proj(k), instance.v_proj(v)))
-    return out if isinstance(query, Node) else out.value
+    return out.value if is_bare else out
 
 
 def _attended(
@@ -224,13 +225,14 @@ def jit_compile(wrapped: Any, instance: None, /, fn: Callable[..., Any]) -> Any:
 
 
 @replaces("netcl.autograd.compiler._COMPILER_CACHE")
-class Refused:
+class Refused(dict[Any, Any]):
     """What functions that netcl compiled before ``init``, closures that no patch reaches, find in place of their
-    kernels, which read 16-bit values as float, beyond the ends of their memory, and compute some ops wrong."""
+    kernels, which read 16-bit values as float, beyond the ends of their memory, and compute some ops wrong. Those that
+    compute by numpy are left alone."""
 
-    def __init__(self, own: dict[Any, Any]) -> None: ...
-
-    def __contains__(self, key: tuple[Callable[..., Any], Any]) -> bool:
+    def __contains__(self, key: Any) -> bool:
+        if key[1] == "cpu":
+            return super().__contains__(key)
         raise RuntimeError(
             f"{getattr(key[0], '__qualname__', repr(key[0]))} was compiled by jit_compile before amp.init(), and what "
             "it became would misread 16-bit values under AMP: compile it after amp.init(), or call the function itself"

@@ -136,6 +136,16 @@ def test_modules_compute_what_netcl_computes(queue: cl.CommandQueue, name: str) 
         assert np.abs(got - want).max() <= 4e-5 * max(np.abs(want).max(), 0.1 * largest)
 
 
+def test_a_bare_query_beside_nodes_keeps_their_graph(queue: cl.CommandQueue) -> None:
+    module, query = build("MultiheadAttention", queue), data(queue)
+    with amp.init(dtype="float32"):
+        with Tape() as tape:
+            out = module.forward(query, *(key := [ag.tensor(data(queue), requires_grad=True) for _ in range(2)]))
+            loss = ag.mean(ag.square(out))
+        tape.backward(loss)
+    assert all(to_numpy(node.grad).any() for node in key)
+
+
 #: with one head
 WITHOUT_BIAS: dict[str, Callable[[cl.CommandQueue], Any]] = {
     "MultiheadAttention": lambda queue: MultiheadAttention(E, 1, bias=False, queue=queue),
