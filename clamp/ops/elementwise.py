@@ -222,7 +222,7 @@ def _repeated(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         )
     own = tuple(dropwhile(lambda extent: extent == 1, mask.shape))
     last = tuple(x.shape[len(x.shape) - len(own) :])
-    if own != last and len(own) == len(last) and all(m in (1, n) for m, n in zip(own, last, strict=True)):
+    if x.size and own != last and len(own) == len(last) and all(m in (1, n) for m, n in zip(own, last, strict=True)):
         raise ValueError(
             f"masked_fill: a mask of shape {tuple(mask.shape)} for a tensor of shape {tuple(x.shape)}: netcl does not "
             "broadcast it, but repeats its elements in memory order; pass a mask of the full shape, or "

@@ -8,7 +8,7 @@ import json
 import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, overload
@@ -84,6 +84,9 @@ class History(Sequence[StepReport]):
         if isinstance(index, slice):
             return History(tuple(self._reports)[index])
         return self._reports[index]
+
+    def __iter__(self) -> Iterator[StepReport]:  # a step meanwhile raises, as with a list's own
+        return iter(self._reports)
 
     def __len__(self) -> int:
         return len(self._reports)

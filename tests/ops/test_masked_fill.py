@@ -53,7 +53,7 @@ def test_special_values(queue: cl.CommandQueue, dtype: str) -> None:
 
 def test_empty(queue: cl.CommandQueue) -> None:
     nothing = to_device(queue, np.empty((0, 3)))
-    for mask in ((4,), (0, 3), (0,)):
+    for mask in ((4,), (0, 3), (0, 1), (0,)):
         assert masked_fill(nothing, to_device(queue, np.ones(mask)), 0.0, out_dtype="float32").shape == (0, 3)
         assert masked_fill_backward(nothing, to_device(queue, np.ones(mask)), out_dtype="float32").shape == (0, 3)
 

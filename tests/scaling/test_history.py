@@ -68,6 +68,14 @@ def test_it_shows_what_is_added() -> None:
     assert history[1:] == REPORTS[2:]
 
 
+def test_a_step_while_it_is_gone_through_raises() -> None:
+    reports = deque(REPORTS[:1], maxlen=2)
+    reader = iter(History(reports))
+    reports.append(next(reader))
+    with pytest.raises(RuntimeError, match="mutated"):
+        next(reader)
+
+
 def test_handles_have_one() -> None:
     with amp.init() as handle:
         assert isinstance(handle.history, History)
