@@ -21,7 +21,7 @@ from clamp.debug.memory_report import memory_of_step
 from clamp.debug.op_counter import OpCounter
 from clamp.debug.page.schema import VERSION, Kind, Run, Verdict, checked
 from clamp.debug.step_graph import Value
-from clamp.debug.summary import Summary, notes, verdict, with_times
+from clamp.debug.summary import Summary, notes, with_times
 from clamp.interrupts import contextmanager, undoing
 from clamp.opencl.progress import PROGRESS
 from clamp.scaling.passes import PassScaling
@@ -154,23 +154,28 @@ def verdict_of(summary: Summary, explanation: Explanation | None) -> Verdict:
         if explanation.cure or is_wrong or skipped:
             headline, _, rest = explanation.why.partition(": ")
             details = [*([rest[:1].upper() + rest[1:]] if rest else []), *details]
-            return verdict(headline, details, explanation.cure, _kind(explanation))
+            return _verdict(headline, details, explanation.cure, _kind(explanation))
     elif is_wrong:
         many = f"The last {skipped}" if skipped > 1 else f"{summary.skips:,} of {summary.steps:,}"
         reason = next(report.reason for report in reversed(summary.history) if not report.stepped)
         cure = look(init_call() or InitCall()) if explanation is None or not explanation.cure else explanation.cure
-        return verdict(
+        return _verdict(
             f"{many} steps were skipped: {reason}", [*why, *details], cure, "unknown" if skipped > 1 else "overflow"
         )
     if measured is not None:
-        headline = measured["headline"]
+        headline = measured.sentence
+        kind: Kind = "slow" if measured.is_slower else "healthy"
         if not headline.startswith(summary.dtype):
             headline = headline[:1].upper() + headline[1:]
-        return {**measured, "headline": headline, "details": [*measured["details"], *why, *details]}
+        return _verdict(headline, [*measured.details, *why, *details], measured.cure, kind)
     if not summary.steps:
-        return verdict("No step has been done", [], "", "unknown")
+        return _verdict("No step has been done", [], "", "unknown")
     headline = f"{summary.steps - summary.skips:,} of {summary.steps:,} steps were done, {summary.skips:,} skipped"
-    return verdict(headline, [*why, *details], "", "healthy")
+    return _verdict(headline, [*why, *details], "", "healthy")
+
+
+def _verdict(headline: str, details: Sequence[str], cure: str, kind: Kind) -> Verdict:
+    return {"headline": headline, "details": list(details), "cure": cure or None, "kind": kind}
 
 
 def _kind(explanation: Explanation) -> Kind:

@@ -10,7 +10,6 @@ from clamp.debug.gain import NO_DIFFERENCE, Side, Trial, in_half
 from clamp.debug.layer_ranges import LayerRanges, LostUpdates
 from clamp.debug.memory_report import MemoryReport
 from clamp.debug.op_counter import Casts, OpRow
-from clamp.debug.page.schema import Kind, Verdict
 from clamp.debug.words import aligned, duration, mib
 from clamp.scaling.step_report import StepReport
 
@@ -18,16 +17,28 @@ _SMALL = 100e-6  # seconds a launch, of which most is the launching
 _IDLE = 0.5  # of a step's time, in which the device does not compute
 
 
-def verdict(headline: str, details: Sequence[str], cure: str, kind: Kind) -> Verdict:
-    """The record; empty is the cure where there is nothing to change."""
-    return {"headline": headline, "details": list(details), "cure": cure or None, "kind": kind}
+@dataclass(frozen=True)
+class Gain:
+    """What AMP gains in a step, for people.
+
+    Attributes:
+        sentence: the answer.
+        details: what it rests on.
+        cure: what to write, as code; empty if there is nothing to change.
+        is_slower: whether the step takes longer than in float32.
+    """
+
+    sentence: str
+    details: tuple[str, ...] = ()
+    cure: str = ""
+    is_slower: bool = False
 
 
-def judge(trial: Trial) -> Verdict:
-    """What AMP gains in a step: ``"slow"`` if it takes longer than in float32, else ``"healthy"``."""
+def judge(trial: Trial) -> Gain:
+    """The verdict of a trial."""
     if trial.dtype == "float32":
         nothing = "AMP computes in float32 here, so that there is nothing to gain, and nothing to lose."
-        return verdict(nothing, [], "", "healthy")
+        return Gain(nothing)
     times_as_fast, keeps = trial.plain.seconds / trial.amp.seconds, _kept(trial)
     is_smaller = keeps < 1 - NO_DIFFERENCE
     memory = f"; {trial.dtype} keeps {keeps:.2f} of float32's activation memory" if is_smaller else ""
@@ -40,7 +51,7 @@ def judge(trial: Trial) -> Verdict:
     else:
         gain = "no gain in time here" if is_smaller else "no gain here"
         sentence = f"{gain}: {1 / times_as_fast:.2f}x slower than float32{because}{memory}."
-    return verdict(sentence, _details(trial), _cure(trial), "slow" if times_as_fast <= 1 - NO_DIFFERENCE else "healthy")
+    return Gain(sentence, tuple(_details(trial)), _cure(trial), times_as_fast <= 1 - NO_DIFFERENCE)
 
 
 def notes(trial: Trial) -> dict[tuple[str, ...], str]:
@@ -181,7 +192,7 @@ class Summary:
     repeated: int = 0
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Gain | None:
         """Returns what AMP gains; None if nothing was measured."""
         return None if self.trial is None else judge(self.trial)
 
@@ -290,7 +301,7 @@ class Summary:
                 f"not measured: handle.summary(step) takes the times of step() in {self.dtype} and in float32, where "
                 f"step is a function that does what one step of the loop does.{counted}"
             ]
-        return [*found["details"], *([f"cure: {found['cure']}"] if found["cure"] else []), found["headline"]]
+        return [*found.details, *([f"cure: {found.cure}"] if found.cure else []), found.sentence]
 
 
 def with_times(rows: Sequence[OpRow], side: Side) -> list[OpRow]:

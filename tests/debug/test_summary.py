@@ -343,12 +343,12 @@ SAID: dict[str, tuple[Trial, str, str, str]] = {
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_said_of_times(case: str) -> None:
     trial, sentence, detail, cure = SAID[case]
-    found, details = judge(trial), "\n".join(judge(trial)["details"])
-    assert fnmatchcase(found["headline"], sentence), found
+    found, details = judge(trial), "\n".join(judge(trial).details)
+    assert fnmatchcase(found.sentence, sentence), found
     assert detail in details
-    assert (found["cure"] or "").startswith(cure), found
-    assert bool(found["cure"]) == bool(cure), found
-    assert (found["kind"] == "slow") == ("x slower" in found["headline"])
+    assert found.cure.startswith(cure), found
+    assert bool(found.cure) == bool(cure), found
+    assert found.is_slower == ("x slower" in found.sentence)
     assert ("In the float32 rounds, too" in details) == ("rounds" in case)
 
 
@@ -357,8 +357,8 @@ def test_what_is_said_of_times(case: str) -> None:
 def test_a_step_that_the_device_waits_in_is_told_of_records(times_as_fast: float, busy: float, is_bound: bool) -> None:
     amp = side(0.01, row("softmax", 0.01 * busy, policy="float"), launches=20)
     verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False))
-    assert any(line.startswith("Bound by launches: 20 of 500 us each") for line in verdict["details"]) == is_bound
-    assert (verdict["cure"] or "").startswith("@amp.record") == is_bound
+    assert any(line.startswith("Bound by launches: 20 of 500 us each") for line in verdict.details) == is_bound
+    assert verdict.cure.startswith("@amp.record") == is_bound
     verdict = judge(Trial("float16", amp, side(0.01 * times_as_fast), rounds=3, alone=False, is_recorded=True))
     assert "@amp.record" not in f"{verdict}"
 
