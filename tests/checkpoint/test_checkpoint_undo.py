@@ -196,19 +196,21 @@ def interrupted(call: Any, at: int, error: type[BaseException]) -> Any:
     return interrupt
 
 
-def test_other_scales_than_the_handles_change_nothing(queue: cl.CommandQueue, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1)])
+def test_other_scales_than_the_handles_change_nothing(
+    queue: cl.CommandQueue, tmp_path: Path, saved: int, now: int
+) -> None:
     file = tmp_path / "run.npz"
     model = mlp(queue, *SQUARE)
     optimizer = Adam(model.parameters())
-    with amp.init():
-        amp.save_checkpoint(file, model, optimizer)
     with amp.init() as handle:
-        wrapped = handle.wrap_optimizer(optimizer, num_loss=2)
+        amp.save_checkpoint(file, model, handle.wrap_optimizer(optimizer, num_loss=saved))
+    with amp.init() as handle:
+        wrapped = handle.wrap_optimizer(optimizer, num_loss=now)
         optimizer.t = 5
         model.parameters()[0].write(np.zeros((8, 8), np.float32))
-        scales = (
-            "the checkpoint has loss_scaler0, this handle has loss_scaler0, loss_scaler1, .*: wrap the same optimizers"
-        )
+        has = [", ".join(f"loss_scaler{index}" for index in range(count + 1)) for count in (saved, now)]
+        scales = f"the checkpoint has {has[0]}, this handle has {has[1]}: wrap the same optimizers"
         with pytest.raises(ValueError, match=scales):
             amp.load_checkpoint(file, model, wrapped)
         assert optimizer.t == 5

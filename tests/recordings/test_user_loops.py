@@ -620,8 +620,10 @@ def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) ->
     kept, found = to_device(queue, np.zeros(3)), list[bool]()
 
     def look() -> None:
-        found.extend(any(ref() is kept for ref, _ in memory.living_tensors()) for _ in range(30))
-        ends.set()
+        try:
+            found.extend(any(ref() is kept for ref, _ in memory.living_tensors()) for _ in range(30))
+        finally:
+            ends.set()
 
     in_threads(make, make, look)
     assert found == [True] * 30
