@@ -95,7 +95,7 @@ class _Known:
     """The device side of a scaler of netcl's."""
 
     scale: LossScale
-    last: float  # netcl's scale when it was last seen
+    last: tuple[float, int]  # netcl's scale when it was last seen, and how often ``scale`` had been set until then
     stuck: tuple[float, int] = 0.0, 0  # the scale at which inf or nan was met last, and how often in a row
 
 
@@ -108,12 +108,12 @@ def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     bridge.set_host_scale(scaler, value)
     known = _known.get(id(scaler))
     if known is None:
-        known = _known[id(scaler)] = _Known(LossScale(value), value)
+        known = _known[id(scaler)] = _Known(scale := LossScale(value), (value, scale.changes))
         known.scale.comes_down = True  # netcl's scaler lowers it
         weakref.finalize(scaler, _known.pop, id(scaler), None)
-    if known.last != value:
+    if known.last != (value, known.scale.changes):  # netcl's is another, or a dry run has put back the one of before
         known.scale.set_scale(value)
-        known.last = value
+        known.last = value, known.scale.changes
     return known.scale.on(queue)
 
 

@@ -255,7 +255,10 @@ RUN = (
     truncated_by_values, truncated_by_tapes, line_search, summed_for_logging, retained, frozen_later,
 )  # fmt: skip
 
-MOVED = (gan_generator_first, graph_of_another_optimizer, one_optimizer_for_two_losses_in_turn, line_search, retained)
+MOVED = (
+    gan_generator_first, graph_of_another_optimizer, two_losses_of_which_one_runs_again,
+    one_optimizer_for_two_losses_in_turn, line_search, retained,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", RUN)

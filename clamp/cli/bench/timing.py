@@ -171,7 +171,7 @@ def counted_launches() -> Iterator[list[str]]:
     names: list[str] = []
 
     def count(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names.append(instance.function_name)
+        names.append((args[0] if instance is None else instance).function_name)  # bound, or by a recording
         return wrapped(*args, **kwargs)
 
     with holding(cl.Kernel, "__call__", wrapt.FunctionWrapper(vars(cl.Kernel)["__call__"], count)):
