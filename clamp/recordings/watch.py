@@ -34,6 +34,7 @@ from clamp.bridge import Node, Tensor
 from clamp.interrupts import contextmanager
 from clamp.recordings.code_names import CodeNames, global_names, imported, is_library, is_of_library, names_in
 from clamp.recordings.watched_state import (
+    CACHED,
     GENERATORS,
     PLAIN,
     Values,
@@ -41,6 +42,7 @@ from clamp.recordings.watched_state import (
     behind,
     drawn,
     position,
+    results_of,
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
@@ -137,8 +139,8 @@ class Watch:
                 self._mapping(lambda: x, lambda key: f"{name}[{key!r}]")
             elif issubclass(kind, _ITEMS):
                 self._items(x, name)
-            elif issubclass(kind, np.ndarray) and x.nbytes <= _LONGEST and not x.dtype.hasobject:
-                self._note(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
+            elif issubclass(kind, np.ndarray):
+                self._array(x, name)
             if not is_library(kind):
                 self._object(x, kind, name)
         else:
@@ -161,6 +163,10 @@ class Watch:
             if root or not is_library(x):
                 self._names.found(x)
                 self._function(x, name)
+        elif issubclass(kind, CACHED) and not is_library(x.__wrapped__):
+            for part in results_of(x):
+                self._push(part, f"what {name} returned")
+            self._push(x.__wrapped__, name)
         elif issubclass(kind, _METHODS):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
                 self._push(getattr(x, part, None), name)
@@ -260,6 +266,12 @@ class Watch:
             names = [name for name in names if issubclass(type(own[name]), MutableMapping | FunctionType)]
         self._variables(own, names, module.__name__, code)
 
+    def _array(self, x: np.ndarray, name: str) -> None:
+        if x.dtype == object and x.size <= _LONGEST:
+            self._add(lambda: (*np.ndarray.ravel(x),), lambda _, index: f"{name}[{index}]")
+        elif x.nbytes <= _LONGEST and not x.dtype.hasobject:
+            self._note(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
+
     def _items(self, x: Any, name: str) -> None:
         # whose methods no class of the user's replaces
         base: Any = next(base for base in _ITEMS if isinstance(x, base))
@@ -308,8 +320,11 @@ class Watch:
         )
         count = len(seen) // 2
         for key, value in zip(seen[:count], seen[count:], strict=False):  # odd if it was changed between the two
-            if key not in _ABOUT_CODE:
-                self._push(value, label(key))
+            if issubclass(type(key), str) and key in _ABOUT_CODE:
+                continue
+            self._push(value, label(key))
+            if not issubclass(type(key), str):
+                self._push(key, f"a key of {label('...')}")
 
     def _add(
         self, read: Callable[[], Values], label: Callable[[Values, int], str], read_by: CodeType | None = None

@@ -3,6 +3,7 @@ generators and iterators have come to, on which all that is drawn from them late
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import itertools
@@ -80,6 +81,16 @@ def behind(weak: Any) -> Any:
         return weak if weak.__class__ else None
     except ReferenceError:
         return None
+
+
+CACHED = type(functools.lru_cache(is_same))
+
+
+def results_of(cached: Any) -> list[Any]:
+    """What a function under ``functools.lru_cache`` has returned, as far as that is kept, and some of what it was
+    given."""
+    kept = [x for x in gc.get_referents(cached) if x is not vars(cached)]
+    return [part for x in kept for part in (x.values() if type(x) is dict else [x])]
 
 
 # ---------------------------------------------------------------------------------------------- generators, iterators

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import gc
 import io
 import itertools
@@ -296,6 +298,29 @@ CASES["behind_a_weak_reference"] = behind(weakref.ref, lambda ref: getattr(ref()
 CASES["in_a_weak_dict"] = behind(
     lambda x: weakref.WeakValueDictionary({"settings": x}), lambda known: getattr(known.get("settings"), "k", 5.0)
 )
+CASES["among_weak_keys"] = behind(
+    lambda x: weakref.WeakKeyDictionary({x: None}), lambda known: getattr(next(iter(known), None), "k", 5.0)
+)
+
+
+def held_in(make: Callable[[Settings], Callable[[], Settings]]) -> Callable[[], Case]:
+    """Of an object that only a function leads to, whose first call may have made it."""
+
+    def case_of() -> Case:
+        get = make(Settings())
+        return (lambda: get().k), attribute(get())[1]
+
+    return case_of
+
+
+def in_an_array_of_objects(x: Settings) -> Callable[[], Settings]:
+    objects = np.array([[None, x]], dtype=object)
+    return lambda: objects[0, 1]  # type: ignore[no-any-return]
+
+
+CASES["in_an_array_of_objects"] = held_in(in_an_array_of_objects)
+CASES["kept_by_a_cache"] = held_in(lambda x: functools.cache(lambda: copy.copy(x)))
+CASES["kept_by_a_bounded_cache"] = held_in(lambda x: functools.lru_cache(lambda: copy.copy(x)))
 
 
 @case
@@ -594,7 +619,7 @@ UNSEEN = [scaled, longer, shorter, another_op, another_weight, another_of_its_ow
 def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQueue, build: Any, how: str) -> None:
     """It is run in place of the 2nd, 4th, 8th ... replay, and is right from there on; the second time for good."""
     weights = [Parameter.from_host(queue, X + shift) for shift in (1, 2)]
-    hidden = np.array([1.0, *weights, to_device(queue, X + 3)], dtype=object)  # nobody looks into those
+    hidden = [1.0, *weights, to_device(queue, X + 3), *[None] * 5000]  # too long to be looked into
     x = to_device(queue, X)
     call: Any = (
         amp.record(lambda x: build(x, hidden))
