@@ -323,6 +323,18 @@ CASES["kept_by_a_cache"] = held_in(lambda x: functools.cache(lambda: copy.copy(x
 CASES["kept_by_a_bounded_cache"] = held_in(lambda x: functools.lru_cache(lambda: copy.copy(x)))
 
 
+def in_a_cached_dict(cached: Callable[..., Any]) -> Callable[[], Case]:
+    def case_of() -> Case:
+        config = cached(lambda: {"k": 1.0})
+        return (lambda: config()["k"]), partial(config().__setitem__, "k")
+
+    return case_of
+
+
+CASES["in_a_dict_kept_by_a_cache"] = in_a_cached_dict(functools.cache)
+CASES["in_a_dict_kept_by_a_bounded_cache"] = in_a_cached_dict(functools.lru_cache)
+
+
 @case
 def behind_a_weak_proxy() -> Case:
     settings = Settings()
