@@ -278,7 +278,7 @@ def _refused(name: str, instead: str) -> Callable[..., Any]:
     return call
 
 
-_running: list[KernelCapture] = []  # at most one: netcl patches cl.Kernel for all threads
+_running: list[KernelCapture] = []  # at most one: what stands over cl.Kernel does so for all threads
 
 
 def recording_of(capture: KernelCapture) -> _Recording | None:
