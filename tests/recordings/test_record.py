@@ -594,7 +594,7 @@ WAYS = {
     "method": [2.0, 107.0], "of_the_class": [2.0, 7.0], "below": [4.0, 4.0], "above": [4.0, 4.0], "given": [3.0, 3.0],
     "named": [10.0, 35.0],
 }  # fmt: skip
-if sys.version_info >= (3, 14):  # a partial is a method there, which gets the object in place of x
+if sys.version_info >= (3, 13):  # a partial warns that it will be a method, and is one in 3.14: x is the object then
     del WAYS["given"]
 
 
