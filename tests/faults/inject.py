@@ -159,7 +159,9 @@ class Events:
 
 
 def is_in_a_finalizer(frame: FrameType | None) -> bool:
-    """Whether Python swallows what is raised here."""
+    """Whether Python swallows what is raised here: also where a generator that is left unfinished ends, on no line."""
+    if frame is not None and frame.f_lineno is None:
+        return True
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None

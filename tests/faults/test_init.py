@@ -52,6 +52,18 @@ def _events(before: Callable[[], object], run: Callable[[], object], events: Eve
         events.phase = ""
 
 
+def _interrupted(name: str, place: int) -> Events:
+    """Interrupts it at this place."""
+    for _ in range(3):  # as of Python 3.13, code tells from its second traced run on
+        events = Events(("all", place))
+        try:
+            _events(*ENDS[name], events)
+        except KeyboardInterrupt:
+            return events
+        _off()
+    pytest.fail(f"not interrupted at {place}")
+
+
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.long
 def test_amp_can_be_turned_on_and_off_after_it(name: str, queue: cl.CommandQueue) -> None:
@@ -62,9 +74,7 @@ def test_amp_can_be_turned_on_and_off_after_it(name: str, queue: cl.CommandQueue
         _events(*ENDS[name], events)
         _off()
     for point in range(_POINTS):
-        events = Events(("all", counted.counts["all"] * (2 * point + 1) // (2 * _POINTS)))
-        with pytest.raises(KeyboardInterrupt):
-            _events(*ENDS[name], events)
+        events = _interrupted(name, counted.counts["all"] * (2 * point + 1) // (2 * _POINTS))
         if point % 2:  # else the next init ends what is left
             _off()
             assert not changed(netcls), events.where
