@@ -96,7 +96,7 @@ class Patches:
             owner = next((base for base in optimizer_class.__mro__ if name in vars(base)), None)
             step = None if owner is None else vars(owner)[name]
             if name == "step" and type(step) is FunctionType:  # whatever it is called: schedulers hold it, bound
-                self._bindings.redirect(step, wrapper, how="bound")
+                self._bindings.redirect(step, wrapper, how="bound", lasts=False)
             elif owner is not None:
                 self._bindings.wrap(owner, name, wrapper)
 

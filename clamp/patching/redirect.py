@@ -58,7 +58,7 @@ class Redirected:
         # What the function stands for where nothing is to come between: its own code, or a plain wrapper.
         self.runs = partial(wrapper, self._own) if how == "plain" else self._own
         own = _shape(self.code)
-        names, shape = _OPEN.get(how) or _named(self.code, how == "more")
+        names, shape = _parameters(self.code, how)
         # What is shown of a function, where its code tells no more what it takes.
         shown = shape == own or hasattr(function, "__wrapped__") or hasattr(function, "__signature__")
         self._shown: dict[str, Any] = {} if shown else {"__signature__": inspect.signature(self._own)}
@@ -92,10 +92,6 @@ class Redirected:
 
 
 Shape: TypeAlias = tuple[int, int, int, bool, bool]
-_OPEN: dict[str, tuple[tuple[str, ...], Shape]] = {
-    "open": (("args", "kwargs"), (0, 0, 0, True, True)),
-    "bound": (("self", "args", "kwargs"), (1, 1, 0, True, True)),
-}
 
 
 def _shape(code: CodeType) -> Shape:
@@ -106,10 +102,16 @@ def _shape(code: CodeType) -> Shape:
     )  # fmt: skip
 
 
-def _named(code: CodeType, more: bool) -> tuple[tuple[str, ...], Shape]:
-    """The names of a function's parameters, and their shape; with any keywords more."""
+def _parameters(code: CodeType, how: str) -> tuple[tuple[str, ...], Shape]:
+    """The names of the parameters that stand for a function's own, and their shape."""
     only, positional, keywords, rest, named = _shape(code)
+    if how == "open":
+        return ("args", "kwargs"), (0, 0, 0, True, True)
+    if how == "bound":  # what a class calls by its name may name the object, too
+        first = code.co_varnames[0] if positional else "self"
+        return (first, "args", "kwargs"), (int(only > 0 or not positional), 1, 0, True, True)
     names = code.co_varnames[: positional + keywords + rest + named]
+    more = how == "more"
     return (*names, *["kwargs"][: more and not named]), (only, positional, keywords, rest, named or more)
 
 
@@ -140,7 +142,7 @@ def _template(shape: Shape, closed: int, how: str, passes: bool) -> CodeType:
             own = call("method", f"'<own>', {first}") + f", {first}"
         keyed = ", ".join([*(f"'{name}': {name}" for name in by_name), *extra])
         result = call("wrapper", f"{own}, ({''.join(f'{item}, ' for item in items)}), {{{keyed}}}")
-    if passes and how not in _OPEN:
+    if passes and how in ("wrapped", "more"):
         none_more = "".join(f"not {name} and " for name in rest[more:])
         at_once = f"'<thread>'.around.casts_off and {none_more}{call('passes', ', '.join([*items, *by_name]))}"
         result = f"{call('own', passed)} if {at_once} else {result}"
@@ -209,8 +211,9 @@ class Bindings:
         return id(function) in self._redirected
 
     def redirect(
-        self, function: FunctionType, wrapper: Callable[..., Any], how: str = "", passes: bool = False
-    ) -> None:
+        self, function: FunctionType, wrapper: Callable[..., Any], how: str = "", passes: bool = False,
+        lasts: bool = True,
+    ) -> None:  # fmt: skip
         """Lets a function run a wrapper, whoever holds it; under a second name, or a second time, nothing is done.
 
         Args:
@@ -218,6 +221,7 @@ class Bindings:
                 may be cast by its arguments.
             passes: whether the wrapper just calls the function where casts are off, no argument is 16-bit, none is
                 written and nobody is told of results.
+            lasts: whether the wrapper lives as long as the process: not one that a handle has.
         """
         if function in self:
             return
@@ -227,7 +231,7 @@ class Bindings:
             noting = tensors.noting_writes(function, wrapper) if how in ("wrapped", "more", "open") else wrapper
             scope = next((seen for names, seen in _INSIDE if names is function.__globals__), None)
             made = Redirected(function, noting, how, passes=passes_of(function) if passes else None, scope=scope)
-            if how in ("wrapped", "more", "plain"):  # a guard goes with its handle, a user's function when it likes
+            if lasts and is_netcls(function):  # a user's function goes when it likes
                 _made[function, wrapper] = made
         self._redirected[id(function)] = made  # first: an interrupt after it is undone
         made.put()
