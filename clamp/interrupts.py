@@ -45,10 +45,10 @@ _DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 class uninterrupted:
-    """Inside the ``with``, Ctrl-C waits until its end, as do those of the other ``_SIGNALS`` that have a handler in
-    Python; a second one does not. Only the main thread gets any."""
+    """Inside the ``with``, Ctrl-C waits until its end, or until ``pass_on``, as do those of the other ``_SIGNALS`` that
+    have a handler in Python; a second one does not. Only the main thread gets any."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> uninterrupted:
         self._caught: dict[int, FrameType | None] = {}
         in_main = threading.get_ident() == threading.main_thread().ident
         handlers = {number: _signal.getsignal(number) for number in _SIGNALS} if in_main else {}
@@ -59,21 +59,22 @@ class uninterrupted:
         except BaseException:  # raised by the handler of one that has not begun to wait
             self.__exit__()
             raise
+        return self
 
     def __exit__(self, *exception: object) -> None:
         try:
             self._give_back()
         finally:
-            if self._caught:
-                self._pass_on()
+            self.pass_on()
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
+        """Lets those that wait come."""
         try:
             for number in list(self._caught):
                 self._handlers[number](number, self._caught.pop(number))
         finally:  # one that raises is not the last
             if self._caught:
-                self._pass_on()
+                self.pass_on()
 
     def _give_back(self) -> None:
         try:

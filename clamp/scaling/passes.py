@@ -59,7 +59,16 @@ def scaled_pass(
         one = BackwardPass(
             loss.value, scaler, optimizers, guards, scaling.ranks, scaling.divides_all, scaling.repeats_overflows
         )
-    with undone_by_error(one.put_back):
+    repeats: Repeats | None = None
+    has_ended = False
+
+    def undo() -> None:
+        if repeats is not None:
+            repeats.undo()
+        if repeats is not None or not has_ended:  # else the scale has moved, from where nobody knows: the pass counts
+            one.put_back()
+
+    with undone_by_error(undo):
         one.refused = loss if scaler.scales else None
         with delivery.waiting_in(one):
             yield scaled_node(loss, scaler, partial(has_run.append, None))  # held by nobody here: it is freed at once
@@ -73,13 +82,14 @@ def scaled_pass(
         one.require_any(bool(has_run))
         if scaling is not None and (others := one.others):
             scaling.warn_of_unnamed(others)
-        repeats: Repeats | None = None
-        with scale_lock, uninterrupted():
+        with scale_lock, uninterrupted() as held:
             try:
                 launches = noting_launches(one.unscale)
                 if recorder() is None:
                     repeats = Repeats(one, one.end, one.again) if one.can_be_repeated else None
+                    held.pass_on()  # before its end, which only repeats can undo
                     one.end()
+                    has_ended = True
                 else:
                     again = one.again_in_replays(launches)
                     host_step(partial(_end_again, one, restoring(one.tensors, guards), again, scaling))
@@ -104,9 +114,14 @@ def _end_again(
         scaling.require_active("the replay of a scaled backward pass")
         scaling._shown = None
     repeats = Repeats(one, end, lambda: again) if one.can_be_repeated else None
-    end()
-    if repeats is not None:
-        repeats.settle()
+    try:
+        end()
+        if repeats is not None:
+            repeats.settle()
+    except BaseException:  # an interrupt, too
+        if repeats is not None:
+            repeats.undo()
+        raise
 
 
 class PassScaling:

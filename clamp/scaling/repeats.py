@@ -33,10 +33,17 @@ class Repeats:
         self._loss = one.loss if one.ranks is None else None  # which other ranks, who must decide the same, do not know
         self._end, self._find = end, find
         self._before = one.scaler.verdict()
-        self._pending = [(guard.pending, guard.passes) for guard in one.guards]
+        self._heard = [guard.heard() for guard in one.guards]
         self._is_skipped = bool(self._before.overflow & one.mask & ~one.fresh)  # the step, whatever this pass finds
         self._tried = 0
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
+        self._is_undone = False
+
+    def undo(self) -> None:
+        """Makes the scale, and what the guards have heard, what they were before the end of the pass, which is given
+        up."""
+        self._is_undone = True
+        self._rewind(self._before)
 
     def settle(self, left: Sequence[Tensor] | None = None) -> None:
         """Repeats, after the end of the pass, its backward if it has overflowed, now, or when its gradients are used.
@@ -53,17 +60,15 @@ class Repeats:
             return
         one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
         if self._loss is None or left is None or not (one_by_one and self._before.growth_tracker):
-            try:
-                self._settle()
-            except BaseException:  # an interrupt, too: the pass is given up
-                self._rewind(self._before)
-                raise
+            self._settle()
             return
         self._left, heard = [(x, x.grad) for x in left], [guard.token for guard in self._guards]
         changes = self._scaler.changes
 
         def late() -> None:
-            if changes == self._scaler.changes and heard == [guard.token for guard in self._guards]:
+            if self._is_undone or changes != self._scaler.changes:
+                return
+            if heard == [guard.token for guard in self._guards]:
                 self._settle()
 
         settle_later(late)
@@ -168,5 +173,5 @@ class Repeats:
 
     def _rewind(self, state: ScaleState, found: int = 0) -> None:
         self._scaler.rewind(state, found)
-        for guard, before in zip(self._guards, self._pending, strict=True):
-            guard.pending, guard.passes = before
+        for guard, heard in zip(self._guards, self._heard, strict=True):
+            guard.hear_anew(heard)

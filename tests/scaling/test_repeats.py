@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from clamp import amp, bridge, session
 from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
+from clamp.scaling.dynamic_scale import DynamicLossScale
+from tests.faults.check import as_python_does
 from tests.networks import Task, batch, mlp, scaled_backward, weights_of
 from tests.reference import assert_same, to_device
 
@@ -417,6 +420,38 @@ def test_an_error_in_a_repeat_leaves_all_as_it_was(
         task.step(handle, 2.0**20)
         assert task.gradient == 2.0**20 + 1
         assert handle.last_step.stepped
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**20])
+@pytest.mark.parametrize("on_overflow", ["repeat", "skip"])
+@pytest.mark.parametrize("where", ["unscale_", "update"])
+def test_a_pass_that_is_interrupted_while_it_ends_is_undone_with_its_scale_or_ends(
+    queue: cl.CommandQueue, where: str, on_overflow: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Task(queue)
+    with amp.init(on_overflow=on_overflow) as handle, as_python_does():
+        task.backward(handle)
+        before, after, own = handle.scalers[0].state_dict(), [], getattr(DynamicLossScale, where)
+
+        def interrupted(self: DynamicLossScale, *args: Any) -> None:
+            own(self, *args)
+            after.append(self.state_dict())
+            signal.raise_signal(signal.SIGINT)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(DynamicLossScale, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                task.backward(handle, size)
+        if (where, on_overflow) == ("update", "skip"):
+            assert handle.scalers[0].state_dict() == after[0]
+            assert task.gradient != 1
+            return
+        assert handle.scalers[0].state_dict() == before
+        assert task.gradient == 1
+        task.step(handle, 1.0)
+        assert task.gradient == 2
+        assert handle.last_step.stepped
+        assert handle.last_step.repeats == 0
 
 
 def test_only_what_no_scale_mends_is_an_anomaly(queue: cl.CommandQueue) -> None:
