@@ -23,6 +23,7 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
+from clamp.interrupts import uninterrupted
 from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
 from clamp.ops.loss_scale import scale_lock
@@ -158,7 +159,7 @@ def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> A
     if not instance.enabled:
         return False
     found = [(bridge.master_of(param) or param, bridge.model_parameter(param)) for param in params]
-    with scale_lock:
+    with scale_lock, uninterrupted():
         scales, _ = unscale_gradients(found, partial(_scale_of, instance))
         for scale in scales:
             scale.assign(1, fresh=1)
@@ -193,7 +194,8 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
         with nullcontext() if scaling is None else scaling.stepped_by(instance, optimizer):
             return wrapped(optimizer, [*optimizer.params, *more])
 
-    return masters.step_anew(optimizer, run, more)
+    with uninterrupted():  # which unscales, steps and moves the scale
+        return masters.step_anew(optimizer, run, more)
 
 
 # ---------------------------------------------------------------------------------------------- replicas

@@ -19,7 +19,7 @@ from clamp.casting.regions import current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
-from clamp.interrupts import contextmanager, holding
+from clamp.interrupts import contextmanager, holding, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied
@@ -301,8 +301,9 @@ class Graph:
 
     def _step(self, restore: Callable[[], None]) -> None:
         restore()
-        for optimizer in self._optimizers:
-            self._guards.of(optimizer).step(optimizer.step)
+        with uninterrupted():  # nor between two optimizers' steps
+            for optimizer in self._optimizers:
+                self._guards.of(optimizer).step(optimizer.step)
 
     def _zero_grad(self) -> None:
         for optimizer in self._optimizers:

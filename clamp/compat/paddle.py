@@ -16,6 +16,7 @@ from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dt
 from clamp.casting.regions import process_region
 from clamp.compat.regions import ThreadRegion, switch, warn_if_nothing_is_gained
 from clamp.compat.scalers import FaceScaler, require_number, setting
+from clamp.interrupts import uninterrupted
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
 from clamp.ops.arguments import shown, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
@@ -191,9 +192,10 @@ class _Scaling(ManualScaling):
     _scale_class, _floor = _AtLeastOne, 1.0
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().step(optimizer, *args, **kwargs)
-        if not self.moves:
-            self.make_ready()
+        with uninterrupted():
+            result = super().step(optimizer, *args, **kwargs)
+            if not self.moves:
+                self.make_ready()
         return result
 
     def update(self) -> None:
@@ -311,8 +313,9 @@ class GradScaler(FaceScaler):
                 "own. Build one of the parameters that are to be trained, or freeze the others with "
                 "requires_grad=False."
             )
-        result = self.step(optimizer)
-        self.update()
+        with uninterrupted():
+            result = self.step(optimizer)
+            self.update()
         return result
 
     # ------------------------------------------------------------------------------------------ settings

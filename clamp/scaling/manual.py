@@ -202,6 +202,11 @@ class ManualScaling(bridge.Listed):
         return masters.step_anew(optimizer, lambda: self._step(optimizer, lambda: optimizer.step(*args, **kwargs)))
 
     def _step(self, optimizer: Any, run: Callable[[], Any]) -> Any:
+        """Lets the optimizer step, and notes that it has, as a whole."""
+        with uninterrupted():
+            return self._stepped(optimizer, run)
+
+    def _stepped(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
         reports = self.guards.reports
         steps = reports.steps
@@ -244,11 +249,12 @@ class ManualScaling(bridge.Listed):
             return
         if not rounds:
             raise RuntimeError("no inf checks were recorded prior to update(): call step(optimizer) before it.")
-        if self._scaler.copies:
-            self._agree(rounds)
-        else:
-            self._scaler.adjust()
-        self._begin_anew()
+        with uninterrupted():
+            if self._scaler.copies:
+                self._agree(rounds)
+            else:
+                self._scaler.adjust()
+            self._begin_anew()
 
     def _agree(self, rounds: Iterable[_Round]) -> None:
         """One scale on all queues: an overflow on any lowers it on all."""

@@ -1,0 +1,137 @@
+"""Ctrl-C in what a scaler, or a graph, does as a whole: it is done, and noted, or can be done again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import netcl.amp
+import numpy as np
+import pyopencl as cl
+import pytest
+from netcl import autograd as ag
+from netcl.optim import SGD
+
+from clamp import amp
+from clamp.compat import paddle
+from clamp.compat.oneflow import Graph
+from clamp.params import updates
+from clamp.scaling.dynamic_scale import DynamicLossScale
+from clamp.scaling.loss_scale import LossScale
+from tests.faults.check import as_python_does
+from tests.networks import LR, Task, mlp, weights_of
+from tests.reference import to_device
+
+pytestmark = pytest.mark.usefixtures("shut_down")
+
+
+@contextmanager
+def _interrupted_after(owner: Any, name: str) -> Iterator[None]:
+    """Inside the ``with``, which it ends, Ctrl-C comes when a function of clamp's has run."""
+    own = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, run)
+        with as_python_does(), pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.fixture
+def task(queue: cl.CommandQueue) -> Task:
+    return Task(queue)
+
+
+def _backward(task: Task, scale: Callable[[Any], Any]) -> None:
+    task.optimizer.zero_grad()
+    scale(task.loss()).backward()
+
+
+def test_an_update_is_made_once(task: Task) -> None:
+    scaler = amp.GradScaler(init_scale=64.0)
+    _backward(task, scaler.scale)
+    scaler.step(task.optimizer)
+    with _interrupted_after(DynamicLossScale, "adjust"):
+        scaler.update()
+    _backward(task, scaler.scale)
+    scaler.step(task.optimizer)
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 2
+    assert task.moved == 2
+
+
+@pytest.mark.parametrize("make", [amp.GradScaler, paddle.GradScaler], ids=["pytorch", "paddle"])
+def test_a_step_is_known_to_be_made(task: Task, make: Callable[[], Any]) -> None:
+    scaler = make()
+    _backward(task, scaler.scale)
+    with _interrupted_after(updates, "make"):
+        scaler.step(task.optimizer)
+    assert task.moved == 1
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(task.optimizer)
+
+
+def test_paddles_scale_that_stays_needs_no_update(task: Task) -> None:
+    scaler = paddle.GradScaler(use_dynamic_loss_scaling=False)
+    for moved in (1, 2):
+        _backward(task, scaler.scale)
+        with _interrupted_after(updates, "make"):
+            scaler.step(task.optimizer)
+        assert task.moved == moved
+
+
+def test_what_paddle_minimizes_is_counted(task: Task) -> None:
+    scaler = paddle.GradScaler()
+    _backward(task, scaler.scale)
+    with _interrupted_after(updates, "make"):
+        scaler.minimize(task.optimizer)
+    assert task.moved == 1
+    assert scaler.state_dict()["incr_count"] == 1
+
+
+def test_a_step_of_netcls_scaler_is_counted(task: Task) -> None:
+    with amp.init():
+        scaler = netcl.amp.GradScaler()
+        _backward(task, scaler.scale_loss)
+        with _interrupted_after(updates, "make"):
+            scaler.step(task.optimizer, task.optimizer.params)
+        assert task.moved == 1
+        assert scaler._growth_tracker == 1
+
+
+def test_netcls_scaler_divides_once(task: Task) -> None:
+    with amp.init():
+        scaler = netcl.amp.GradScaler()
+        _backward(task, scaler.scale_loss)
+        with _interrupted_after(LossScale, "unscale_"):
+            scaler.unscale_grads(task.optimizer.params)
+        assert not scaler.unscale_grads(task.optimizer.params)
+        assert task.gradient == 1
+
+
+def test_all_optimizers_of_a_graph_step(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 4, 4, 4)
+    halves = [SGD(layer.parameters(), lr=LR) for layer in (model.layers[0], model.layers[2])]
+
+    class Both(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            for optimizer in halves:
+                self.add_optimizer(optimizer)
+
+        def build(self, x: Any) -> Any:
+            loss = ag.sum(self.model(x))
+            loss.backward()
+            return loss
+
+    graph, before = Both(), weights_of(model)
+    with _interrupted_after(updates, "make"):
+        graph(to_device(queue, np.ones((2, 4), np.float32)))
+    assert all((was != now).any() for was, now in zip(before, weights_of(model), strict=True))
