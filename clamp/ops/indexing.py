@@ -49,10 +49,18 @@ def index_select(
         x: float32, float16, bfloat16 or int32; the result is int32 if it is.
         missing: what stands where an index names no place: NaN (the lowest integer, if x is int32) or 0.
         out: where to write the result, if not to a new tensor.
+
+    Raises:
+        ValueError: there is no such axis, or nothing along it, or ``out`` does not fit, or is what is read.
     """
     axis = axis_of("index_select", axis, len(x.shape))
     outer, dim, inner = around_axis(x.shape, axis)
     n = index.size
+    if out is not None and out.buffer in (x.buffer, index.buffer):
+        raise ValueError(
+            "index_select: out is in the memory of x, or of the indices, whose places are read while others are "
+            "written already: pass another tensor, or none"
+        )
     out = result_tensor(x.queue, (*x.shape[:axis], n, *x.shape[axis + 1 :]), out_dtype, out)
     if out.size == 0:
         return out
