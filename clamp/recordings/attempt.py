@@ -11,20 +11,24 @@ import datetime
 import gc
 import io
 import os
+import pickle
 import queue
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_ITERABLE_COROUTINE
 from types import BuiltinMethodType, FrameType
 from typing import Any
 
+import numpy as np
 from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager
-from clamp.opencl.host_steps import HostValue, refuse, value_now
+from clamp.opencl.host_steps import HostValue, recorder, refuse, value_now
 from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES
 from clamp.recordings.watch import Watch
@@ -78,22 +82,28 @@ class Attempt(KernelCapture):  # type: ignore[misc]
 # ---------------------------------------------------------------------------------------------- what is refused
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_FILES = (os.read, os.stat, os.listdir, os.scandir, np.fromfile, pickle.load)
 _FUNCTIONS = frozenset(
-    (time.localtime, time.gmtime, time.ctime, time.strftime, os.urandom, os.getloadavg, os.times, input)
+    (time.localtime, time.gmtime, time.ctime, time.strftime, os.urandom, os.getloadavg, os.times, input, *_FILES)
 ).union(getattr(time, f"{clock}{unit}") for clock in _CLOCKS for unit in ("", "_ns"))
 _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (queue.SimpleQueue, frozenset({"get", "get_nowait", "qsize", "empty"})),
     (io.IOBase, frozenset({"read", "readline", "readlines", "readinto", "read1"})),
     (socket.socket, frozenset({"recv", "recv_into", "recvfrom"})),
 )
+_GOES_ON = CO_GENERATOR | CO_COROUTINE | CO_ITERABLE_COROUTINE | CO_ASYNC_GENERATOR
 _TODAY = frozenset({"now", "utcnow", "today"})
+#: Modules that read a file for whoever calls them.
+_READERS = frozenset({"genericpath", "posixpath", "ntpath", "pathlib", "pathlib._local", "pathlib._abc", "json"})
+_READERS |= {"numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib.format", "numpy.lib._format_impl"}
 #: Python's own code that waits for what others send, by module and name.
 _WAITING = {("queue", "get"), ("multiprocessing.queues", "get"), ("multiprocessing.connection", "recv")}
 
 
 @contextmanager
-def answers_refused() -> Iterator[None]:
-    """Inside the ``with``, in which something is recorded, code of the user's that asks one of them is refused.
+def answers_refused(attempt: Attempt) -> Iterator[None]:
+    """Inside the ``with``, in which something is recorded, code of the user's that asks one of them is refused. The
+    attempt is given up where a generator goes on that began before: its place may look the same, as in a loop.
 
     Raises:
         RuntimeError: or what is recorded is given up.
@@ -103,15 +113,26 @@ def answers_refused() -> Iterator[None]:
         yield
         return
     try:
-        sys.setprofile(_look)
+        sys.setprofile(partial(_look, attempt, set()))
         yield
     finally:
         sys.setprofile(None)
 
 
-def _look(frame: FrameType, event: str, arg: Any) -> None:
+def _look(attempt: Attempt, begun: set[int], frame: FrameType, event: str, arg: Any) -> None:
     if event == "c_call":
-        asked = _name_of(arg) if _is_users(frame) else ""
+        asked = _name_of(arg)
+        caller = _caller_of_readers(frame) if asked else None
+        asked = asked if caller is not None and _is_users(caller) else ""
+    elif event == "call" and frame.f_code.co_flags & _GOES_ON:
+        if not frame.f_code.co_code[frame.f_lasti + 1] & 3:  # what its RESUME says: it begins
+            begun.add(id(frame))
+        elif id(frame) not in begun and _is_users(frame) and recorder() is not None and not _is_collecting(frame):
+            attempt.give_up(
+                f"it changes where {frame.f_code.co_qualname}() has come to, which began before the call and which no "
+                "replay takes anything from. Pass what it gives as an argument"
+            )
+        return
     elif event == "call" and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITING:
         asked = frame.f_code.co_qualname if frame.f_back is not None and _is_users(frame.f_back) else ""
     else:
@@ -121,6 +142,12 @@ def _look(frame: FrameType, event: str, arg: Any) -> None:
             f"{asked}() was called",
             "Ask outside of it, and pass the answer: a number as an argument, data as a tensor.",
         )
+
+
+def _caller_of_readers(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_globals.get("__name__") in _READERS:
+        frame = frame.f_back
+    return frame
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -95,13 +95,24 @@ def names_in(code: CodeType) -> NamesIn:
 
 
 def global_names(code: CodeType, scope: Mapping[str, Any]) -> list[str]:
-    """Global names that a function reads, and those defined in it. Where it reads them by names that it computes, all
-    of them."""
+    """Global names that a function reads, and those defined in it: one that is not there may come, in place of one of
+    Python's own. Where it reads them by names that it computes, all of them."""
     names = set(names_in(code).globals)
-    if (names - set(scope)) & _BY_TEXT:
-        by_text = names_in(code).texts & set(scope)
-        names |= by_text or {name for name in [*scope] if not name.startswith("__")}
-    return sorted(names & set(scope))
+    return sorted(names | _by_text(code, scope) if (names - set(scope)) & _BY_TEXT else names)
+
+
+def names_of_module(code: CodeType, own: Mapping[str, Any]) -> list[str]:
+    """Names of a module's variables that code may read. Where it reads them by names that it computes, all of them."""
+    found = names_in(code)
+    names = (found.attributes | found.texts | {"__getattr__"}) & set(own)
+    is_computed = "getattr" in found.globals and not any(map(str.isidentifier, found.texts))
+    by_text = is_computed or found.globals & _BY_TEXT or "__dict__" in found.attributes
+    return sorted(names | _by_text(code, own) if by_text else names)
+
+
+def _by_text(code: CodeType, scope: Mapping[str, Any]) -> set[str]:
+    by_text = names_in(code).texts & set(scope)
+    return set(by_text) or {name for name in [*scope] if not name.startswith("__")}
 
 
 def imported(code: CodeType, scope: Mapping[str, Any]) -> Iterator[ModuleType]:

@@ -239,7 +239,7 @@ class RecordedFunction:
         try:
             with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
-                with answers_refused():
+                with answers_refused(attempt):
                     result = self.__wrapped__(*args, **kwargs)
                 if attempt.is_recording:
                     attempt.end()

@@ -9,15 +9,17 @@ launches, and whether they have moved is known by ``memory.py``.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from functools import partial
 from types import (
     BuiltinMethodType,
+    CellType,
     CodeType,
     FunctionType,
     MethodType,
@@ -32,20 +34,32 @@ import wrapt
 from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.interrupts import contextmanager
-from clamp.recordings.code_names import CodeNames, global_names, imported, is_library, is_of_library, names_in
+from clamp.recordings.code_names import (
+    CodeNames,
+    global_names,
+    imported,
+    is_library,
+    is_of_library,
+    names_in,
+    names_of_module,
+)
 from clamp.recordings.watched_state import (
+    BUFFERS,
     CACHED,
     GENERATORS,
     PLAIN,
+    VIEWS,
     Values,
     WatchedPart,
     behind,
+    bytes_of,
     drawn,
     position,
     results_of,
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
+_DATA = (Tensor, Node, np.ndarray, *PLAIN, type(None))
 _METHODS = (BuiltinMethodType, MethodWrapperType, MethodType, staticmethod, classmethod, property, partial)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
 #: Modules of libraries whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
@@ -88,12 +102,15 @@ class Watch:
         self._known_modules: set[tuple[str, CodeType]] = set()
         self._stack = [(x, name, True) for name, x in roots.items()]
         self._walk()
-        used = self._names.used() if self._settings else set()
-        for x, name, not_settings in self._settings:
-            # Attributes that the code names: what it reads may decide, and what it writes would stay.
-            own, names = bridge.own_attributes(x), used - not_settings
-            self._variables(own, [key for key in list(own) if key in names], name)
-        self._walk()
+        done = 0
+        while done < len(self._settings):  # what they hold may lead to more
+            found, done = self._settings[done:], len(self._settings)
+            used = self._names.used()
+            for x, name, not_settings in found:
+                # Attributes that the code names: what it reads may decide, and what it writes would stay.
+                own, names = bridge.own_attributes(x), used - not_settings
+                self._variables(own, [key for key in list(own) if key in names], name)
+            self._walk()
 
     def holds(self) -> bool:
         """Returns whether everything is as it was."""
@@ -135,12 +152,7 @@ class Watch:
             self._add(lambda: (x.value,), lambda *_: f"{name}.value")
             self._settings.append((x, name, _OF_NODES))
         elif issubclass(kind, (dict, *_ITEMS, np.ndarray, *PLAIN)):
-            if issubclass(kind, dict):
-                self._mapping(lambda: x, lambda key: f"{name}[{key!r}]")
-            elif issubclass(kind, _ITEMS):
-                self._items(x, name)
-            elif issubclass(kind, np.ndarray):
-                self._array(x, name)
+            self._content(x, kind, name)
             if not is_library(kind):
                 self._object(x, kind, name)
         else:
@@ -150,6 +162,18 @@ class Watch:
                 self._note(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
             if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
                 self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
+
+    def _content(self, x: Any, kind: type, name: str) -> None:
+        """Containers, arrays, and what is derived from them."""
+        if issubclass(kind, dict):
+            self._mapping(lambda: x, lambda key: f"{name}[{key!r}]")
+            if issubclass(kind, defaultdict):
+                self._add(lambda: (x.default_factory,), lambda *_: f"{name}.default_factory")
+        elif issubclass(kind, _ITEMS):
+            self._items(x, name)
+        elif issubclass(kind, np.ndarray):
+            self._array(x, name)
+            self._push(bridge.own_attributes(x) or None, name)  # a masked one's mask
 
     def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:  # noqa: C901  (a case for each kind)
         """Functions, classes and objects."""
@@ -163,6 +187,8 @@ class Watch:
             if root or not is_library(x):
                 self._names.found(x)
                 self._function(x, name)
+            elif x is os.getenv:
+                self._push(os.environ, "os.environ")
         elif issubclass(kind, CACHED) and not is_library(x.__wrapped__):
             for part in results_of(x):
                 self._push(part, f"what {name} returned")
@@ -182,11 +208,22 @@ class Watch:
             if not is_library(x):
                 self._names.found_class(x)
                 self._mapping(partial(vars, x), lambda key: f"{x.__qualname__}.{key}")
+                self._add(lambda: (*x.__mro__, type(x)), lambda *_: f"the bases of {x.__qualname__}")
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
             self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
             self.optimizers.append(x)
             self._settings.append((x, name, {"params"}))
-        elif not issubclass(kind, ModuleType) and (root or (_has_settings(x) and self._inside(x))):
+        elif issubclass(kind, ModuleType):  # that an object or an argument holds
+            if not is_of_library(x.__name__):
+                self._settings.append((x, name, frozenset()))
+        elif issubclass(kind, CellType):
+            self._add(lambda: (bridge.content_of(x),), lambda *_: name)
+        elif issubclass(kind, VIEWS):
+            for part in gc.get_referents(x):
+                self._push(part, name)
+        elif issubclass(kind, BUFFERS):
+            self._note(lambda: (bytes_of(x, _LONGEST),), lambda *_: name)
+        elif root or (_has_settings(x) and self._inside(x)):
             self._object(x, kind, name)
 
     def _through(self, weak: Any, name: str) -> None:
@@ -239,18 +276,17 @@ class Watch:
         own."""
         cells, scope, own = function.__closure__ or (), function.__globals__, vars(function)
         names = global_names(function.__code__, scope)
-        known = (*function.__code__.co_freevars, *names, *[f"{name}'s code"] * 2)
+        known = (*function.__code__.co_freevars, *names, *[f"{name}'s code"] * 3)
         kept = (*known, *[f"{name}.{key}" for key in list(own)])
 
         def read() -> Values:
             found = (*map(bridge.content_of, cells), *map(scope.get, names))
-            return (*found, function.__defaults__, function.__code__, *own.values())
+            return (*found, function.__defaults__, function.__kwdefaults__, function.__code__, *own.values())
 
         def label(values: Values, index: int) -> str:
             return kept[index] if len(values) == len(kept) else f"attributes of {name}"
 
         self._add(read, label, function.__code__)
-        self._push(function.__kwdefaults__, name)
         for module in imported(function.__code__, scope):
             self._module_variables(module, function.__code__)
 
@@ -261,22 +297,33 @@ class Watch:
             return
         self._known_modules.add((module.__name__, code))
         own = vars(module)
-        names = [name for name in names_in(code).attributes | names_in(code).texts if name in own]
         if is_of_library(module.__name__):
-            names = [name for name in names if issubclass(type(own[name]), MutableMapping | FunctionType)]
+            named = (name for name in names_in(code).attributes | names_in(code).texts if name in own)
+            names = [name for name in named if issubclass(type(own[name]), MutableMapping | FunctionType)]
+        else:
+            names = names_of_module(code, own)
         self._variables(own, names, module.__name__, code)
 
     def _array(self, x: np.ndarray, name: str) -> None:
-        if x.dtype == object and x.size <= _LONGEST:
+        if x.dtype == object and x.size > _LONGEST:
+            self._long(lambda: x.size, lambda: np.ndarray.ravel(x), name)
+        elif x.dtype == object:
             self._add(lambda: (*np.ndarray.ravel(x),), lambda _, index: f"{name}[{index}]")
         elif x.nbytes <= _LONGEST and not x.dtype.hasobject:
             self._note(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
+
+    def _long(self, length: Callable[[], int], items: Callable[[], Iterable[Any]], name: str) -> None:
+        """Counts a container that has too many items to be compared, and looks into those that are no data."""
+        self._note(lambda: (length(),), lambda *_: name)
+        found = {id(x): x for x in items() if not issubclass(type(x), _DATA)}
+        for x in found.values() if len(found) <= _LONGEST else ():
+            self._push(x, f"an item of {name}")
 
     def _items(self, x: Any, name: str) -> None:
         # whose methods no class of the user's replaces
         base: Any = next(base for base in _ITEMS if isinstance(x, base))
         if base.__len__(x) > _LONGEST:
-            self._note(lambda: (base.__len__(x),), lambda *_: name)
+            self._long(partial(base.__len__, x), partial(base.copy if hasattr(base, "copy") else tuple, x), name)
             return
 
         def read() -> Values:  # of a set, to which a thread or a collection may add meanwhile, a copy's
@@ -296,9 +343,10 @@ class Watch:
         is_library: bool = False,
     ) -> None:
         x = content()
-        base: Any = dict if isinstance(x, dict) else type(x)  # whose methods no class of the user's replaces
+        # whose methods no class of the user's replaces
+        base: Any = next((base for base in (OrderedDict, dict) if isinstance(x, base)), type(x))
         if base.__len__(x) > _LONGEST:
-            self._note(lambda: (base.__len__(content()),), lambda *_: label("..."))
+            self._long(lambda: base.__len__(content()), lambda: [*base.values(x)], label("..."))
             return
 
         def read() -> Values:

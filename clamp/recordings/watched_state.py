@@ -3,16 +3,19 @@ generators and iterators have come to, on which all that is drawn from them late
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import io
 import itertools
 import random
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from operator import is_, length_hint
-from types import GeneratorType, MethodType
+from types import GeneratorType, MappingProxyType, MethodType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -83,6 +86,20 @@ def behind(weak: Any) -> Any:
         return None
 
 
+BUFFERS = (bytearray, memoryview, array, mmap, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
+#: What shows another object's content as its own, and what computes by another: ``np.frompyfunc(f, 1, 1)``.
+VIEWS: tuple[type, ...] = (MappingProxyType, type({}.keys()), type({}.values()), type({}.items()), np.ufunc, super)
+
+
+def bytes_of(buffer: Any, most: int) -> Any:
+    """The bytes of a buffer, or how many there are if that is more than ``most``; None where it is closed."""
+    try:
+        with memoryview(buffer) as view:
+            return view.tobytes() if view.nbytes <= most else view.nbytes
+    except (ValueError, BufferError):
+        return None
+
+
 CACHED = type(functools.lru_cache(is_same))
 
 
@@ -98,15 +115,16 @@ def results_of(cached: Any) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------- generators, iterators
 
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
 def drawn(generator: Any) -> str:
     """The state of a random generator, told apart from others by its text."""
     if isinstance(generator, random.Random):
         return repr(generator.getstate())
-    is_old = isinstance(generator, np.random.RandomState)
-    return repr(_without_arrays(generator.get_state(legacy=False) if is_old else generator.bit_generator.state))
+    if isinstance(generator, np.random.RandomState):
+        return repr(_without_arrays(generator.get_state(legacy=False)))
+    return repr(_without_arrays(getattr(generator, "bit_generator", generator).state))
 
 
 def _without_arrays(state: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import datetime
 import functools
 import gc
@@ -16,11 +17,13 @@ import time
 import types
 import warnings
 import weakref
-from collections import deque
+from array import array
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -367,6 +370,176 @@ def of_the_function_behind_a_weak_method() -> Case:
     return (lambda: weak()()), lambda value, held=(method.__func__, method.__self__): change(value)  # type: ignore[misc]
 
 
+def held_by(hold: Callable[[Any], Callable[[], Any]]) -> Callable[[], Case]:
+    """Of a module that no variable of the function's is."""
+
+    def case_of() -> Case:
+        module = types.ModuleType("settings_of_a_test")
+        get = hold(module)
+        return (lambda: get().k), attribute(module)[1]
+
+    return case_of
+
+
+CASES["of_a_module_that_an_object_has"] = held_by(lambda x: partial(getattr, types.SimpleNamespace(config=x), "config"))
+CASES["of_a_module_in_a_list"] = held_by(lambda x: partial([x].__getitem__, 0))
+CASES["of_a_module_that_is_a_default"] = held_by(lambda x: lambda given=x: given)
+
+
+@case
+def of_a_module_by_a_name_that_is_computed() -> Case:
+    _, change = of_a_module()
+    module, name = sys.modules["settings_of_a_test"], chr(107)
+    return (lambda: getattr(module, name)), change
+
+
+@case
+def of_a_module_that_answers_itself() -> Case:
+    module, kept = types.ModuleType("settings_of_a_test"), {"k": 1.0}
+    module.__getattr__ = lambda name: kept[name]  # type: ignore[method-assign,assignment]
+    return (lambda: module.k), partial(kept.__setitem__, "k")
+
+
+@case
+def in_the_environment_by_getenv() -> Case:
+    return (lambda: float(os.getenv("CLAMP_FACTOR", ""))), in_the_environment()[1]
+
+
+@case
+def of_what_makes_the_items_of_a_dict() -> Case:
+    made: defaultdict[str, float] = defaultdict(lambda: 1.0)
+    return (lambda: made["k"] + 0.0 * made.pop("k")), lambda value: setattr(made, "default_factory", lambda: value)
+
+
+@case
+def of_a_read_only_dict() -> Case:
+    kept = {"k": 1.0}
+    proxy = types.MappingProxyType(kept)
+    return (lambda: proxy["k"]), partial(kept.__setitem__, "k")
+
+
+@case
+def of_the_values_of_a_dict() -> Case:
+    layers = {"first": Settings()}
+    values = layers.values()
+    return (lambda: sum(x.k for x in values)), attribute(layers["first"])[1]
+
+
+@case
+def of_a_function_that_numpy_calls() -> Case:
+    settings = Settings()
+    function = np.frompyfunc(lambda x: x * settings.k, 1, 1)
+    return (lambda: float(function(1.0))), attribute(settings)[1]
+
+
+@case
+def in_a_mask() -> Case:
+    x = np.ma.array([1.0, 4.0, 9.0], mask=[False, True, True])
+    return (lambda: float(x.mean())), lambda value: setattr(x, "mask", [False, False, value < 1.5])
+
+
+def in_a_buffer(make: Callable[[], Any]) -> Callable[[], Case]:
+    def case_of() -> Case:
+        x = make()
+        return (lambda: float(x[0])), lambda value: x.__setitem__(0, int(10 * value))
+
+    return case_of
+
+
+CASES["in_bytes"] = in_a_buffer(lambda: bytearray(b"123"))
+CASES["in_an_array_of_pythons"] = in_a_buffer(lambda: array("d", [1.0, 2.0]))
+CASES["in_a_view_of_bytes"] = in_a_buffer(lambda: memoryview(bytearray(b"123")))
+CASES["in_memory_of_c"] = in_a_buffer(lambda: (ctypes.c_int * 2)(1, 2))
+
+
+@case
+def in_a_number_of_c() -> Case:
+    number = ctypes.c_double(1.0)
+    return (lambda: number.value), partial(setattr, number, "value")
+
+
+@case
+def of_a_metaclass() -> Case:
+    meta = type("Meta", (type,), {"k": 1.0})
+    kind: Any = meta("Kind", (), {})
+    return (lambda: kind.k), partial(setattr, meta, "k")
+
+
+@case
+def of_the_base_of_a_class() -> Case:
+    base = type("Base", (), {"k": 1.0})
+    kind: Any = type("Kind", (base,), {})
+    return (lambda: kind.k), partial(setattr, base, "k")
+
+
+@case
+def of_another_base() -> Case:
+    kind: Any = type("Kind", (type("Base", (), {"k": 1.0}),), {})
+    return (lambda: kind.k), lambda value: setattr(kind, "__bases__", (type("Base", (), {"k": value}),))
+
+
+@case
+def of_defaults_that_are_replaced() -> Case:
+    def read(*, k: float = 1.0) -> float:
+        return k
+
+    return read, lambda value: setattr(read, "__kwdefaults__", {"k": value})
+
+
+@case
+def in_the_order_of_a_dict() -> Case:
+    order = OrderedDict(first=1.0, second=1.3, third=1.7)
+    return (lambda: next(iter(order.values()))), lambda _: order.move_to_end(next(iter(order)))
+
+
+@case
+def of_a_name_that_comes_later() -> Case:
+    globals().pop("sum", None)
+    return (lambda: float(sum([1.0]))), lambda value: globals().__setitem__("sum", lambda _: value)
+
+
+CASES |= {
+    f"in_a_long_{name}": held_in(make)
+    for name, make in {
+        "list": lambda x: partial([x, *[0] * 5000].__getitem__, 0),
+        "tuple": lambda x: partial(((x,) * 5000).__getitem__, 0),
+        "dict": lambda x: partial({**dict.fromkeys(range(5000)), "k": x}.__getitem__, "k"),
+        "array": lambda x: partial(np.full(5000, x, object).__getitem__, 0),
+    }.items()
+}
+
+
+def of_a_generator(begin: Callable[[Settings], Any]) -> Callable[[], Case]:
+    """That stands in the same place after each call, with the same objects."""
+
+    def case_of() -> Case:
+        settings = Settings()
+        generator = begin(settings)
+        generator.send(None)
+        return partial(generator.send, None), attribute(settings)[1]
+
+    return case_of
+
+
+def asked_again(x: Settings) -> Iterator[float]:
+    while True:
+        yield x.k
+
+
+@types.coroutine
+def awaited_again(x: Settings) -> Iterator[float]:
+    yield from asked_again(x)
+
+
+async def awaits(x: Settings) -> None:
+    await awaited_again(x)
+
+
+CASES |= {
+    f"of_a_{name}": of_a_generator(begin) for name, begin in {"generator": asked_again, "coroutine": awaits}.items()
+}
+
+
 @pytest.mark.parametrize("what", ["attribute", "another tensor"])
 @pytest.mark.parametrize("how", ["record", "graph"])
 def test_attributes_of_parameters_are_seen(queue: cl.CommandQueue, how: str, what: str) -> None:
@@ -389,6 +562,9 @@ ASKED: dict[str, Callable[[], Callable[[], float]]] = {
     "the clock": lambda: time.perf_counter,
     "the date": lambda: lambda: datetime.datetime.now().timestamp(),
     "a file": lambda: iter_of(io.StringIO("1 2 3 4 5 6 7 8 9")),
+    "a path": lambda: lambda: float(len(Path(__file__).read_text())),
+    "whether a file is there": lambda: lambda: float(os.path.exists(__file__)),
+    "a file of numpy's": lambda: lambda: float(np.fromfile(__file__, np.uint8)[0]),
     "a queue": lambda: filled(queues.Queue()).get,
     "the last of a queue": lambda: filled(queues.LifoQueue()).get,
     "a simple queue": lambda: filled(queues.SimpleQueue()).get,
@@ -431,6 +607,7 @@ def clean() -> Iterator[None]:
     amp.init(dtype="float32")
     yield
     ag.hard_tanh = HARD_TANH
+    globals().pop("sum", None)
     amp.shutdown()
     session.forget_patches()
     sys.modules.pop("settings_of_a_test", None)
