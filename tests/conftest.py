@@ -55,6 +55,7 @@ from tests.conformance import report
 from tests.covering import covering
 from tests.launches import forget_prepared_launches
 from tests.loop import SWEEP
+from tests.networks import Task
 from tests.poison import Poison
 
 # Hypothesis would read the source of every module there is, for constants to try: five seconds a process, and what a
@@ -440,6 +441,12 @@ def interrupted_anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 def handle() -> Iterator[amp.AmpHandle]:
     with amp.init() as handle:
         yield handle
+
+
+@pytest.fixture
+def task(queue: cl.CommandQueue) -> Task:
+    """A weight whose gradients are known."""
+    return Task(queue)
 
 
 @pytest.fixture

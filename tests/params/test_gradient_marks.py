@@ -31,11 +31,6 @@ SCALE = 8.0
 
 
 @pytest.fixture
-def task(queue: cl.CommandQueue) -> Task:
-    return Task(queue)
-
-
-@pytest.fixture
 def handle() -> amp.AmpHandle:
     return amp.init(loss_scale=SCALE)  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -261,16 +262,23 @@ MOVED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", RUN)
+@pytest.mark.parametrize(
+    ("loop", "optimizer"),
+    [
+        *product(RUN, [_SGD]),
+        *product((plain, gan, gan_generator_first, graph_of_another_optimizer), [UsersSGD]),
+    ],
+)
 def test_a_loop_runs_as_where_graphs_are_kept(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, loop: Loop
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, loop: Loop, optimizer: Callable[..., Any]
 ) -> None:
+    """Optimizers of the users count from their first step on: what they hold is looked for."""
     numbers = []
     for kept in (False, True):
         with monkeypatch.context() as patch:
             if kept:
                 patch.setattr(graphs, "stepped", lambda params, optimizer: None)
-            setting = Setting(queue)
+            setting = Setting(queue, optimizer)
             loop(setting)
             assert loop is line_search or setting.handle.history[-1].stepped
             numbers.append(setting.numbers())
@@ -304,12 +312,6 @@ def test_what_is_asked_of_a_pass_holds_when_it_is_repeated(queue: cl.CommandQueu
     setting = Setting(queue, loss_scale=amp.ScaleRule(initial=2.0**24))
     retained(setting)
     assert setting.handle.history[0].repeats > 0
-
-
-@pytest.mark.parametrize("loop", [gan, gan_generator_first, graph_of_another_optimizer, plain])
-def test_optimizers_of_the_users_count_as_well(queue: cl.CommandQueue, loop: Loop) -> None:
-    """From their first step on: what they hold is looked for."""
-    loop(Setting(queue, UsersSGD))
 
 
 # ---------------------------------------------------------------------------------------------- loops that raise

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -253,60 +254,60 @@ def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
     [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0), (adds_to_it, 2.0**20 + 0.25)],
 )
 def test_what_is_between_a_pass_and_its_step_counts(
-    queue: cl.CommandQueue, between: Callable[[Task], None], moved: float
+    task: Task, handle: amp.AmpHandle, between: Callable[[Task], None], moved: float
 ) -> None:
     """A step whose gradients have been changed before anybody knew of the overflow is skipped."""
-    task = Task(queue)
-    with amp.init() as handle:
-        to_an_overflow(task, handle)
-        before = task.moved
-        between(task)
-        task.optimizer.step()
-        assert handle.last_step.stepped == bool(moved)
-        assert task.moved - before == moved
-        assert handle.loss_scale == 2.0**15
+    to_an_overflow(task, handle)
+    before = task.moved
+    between(task)
+    task.optimizer.step()
+    assert handle.last_step.stepped == bool(moved)
+    assert task.moved - before == moved
+    assert handle.loss_scale == 2.0**15
+
+
+@contextmanager
+def failing_read(number: int, error: type[BaseException]) -> Iterator[None]:
+    """Inside, this read of the scale's state raises an error."""
+    reads, read = iter(range(1, 100)), DeviceState.read
+
+    def failing(self: DeviceState) -> Any:
+        if next(reads) == number:
+            raise error
+        return read(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DeviceState, "read", failing)
+        yield
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3, 4])
 def test_a_step_that_is_interrupted_in_a_repeat_can_be_called_again(
-    queue: cl.CommandQueue, fails: int, monkeypatch: pytest.MonkeyPatch
+    task: Task, handle: amp.AmpHandle, fails: int
 ) -> None:
-    task = Task(queue)
-    with amp.init() as handle:
-        to_an_overflow(task, handle)
-        moved, reads, read = task.moved, iter(range(1, 100)), DeviceState.read
-
-        def failing(self: DeviceState) -> Any:
-            if next(reads) == fails:
-                raise KeyboardInterrupt
-            return read(self)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(DeviceState, "read", failing)
-            with pytest.raises(KeyboardInterrupt):
-                task.optimizer.step()
+    to_an_overflow(task, handle)
+    moved = task.moved
+    with failing_read(fails, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         task.optimizer.step()
-        assert handle.last_step.stepped
-        assert task.moved - moved == 2.0**20
+    task.optimizer.step()
+    assert handle.last_step.stepped
+    assert task.moved - moved == 2.0**20
 
 
 @pytest.mark.parametrize("big", range(3))
-def test_each_pass_of_an_accumulation_is_repeated_by_itself(queue: cl.CommandQueue, big: int) -> None:
+def test_each_pass_of_an_accumulation_is_repeated_by_itself(task: Task, handle: amp.AmpHandle, big: int) -> None:
     sizes = [1.0] * 3
     sizes[big] = 2.0**20
-    task = Task(queue)
-    with amp.init() as handle:
-        for size in sizes:
-            task.backward(handle, size)
-        assert task.gradient == sum(sizes)
-        task.optimizer.step()
-        assert (handle.last_step.stepped, handle.last_step.repeats > 0) == (True, True)
-        assert handle.loss_scale == (2.0**15 if big else 2.0**-4)
+    for size in sizes:
+        task.backward(handle, size)
+    assert task.gradient == sum(sizes)
+    task.optimizer.step()
+    assert (handle.last_step.stepped, handle.last_step.repeats > 0) == (True, True)
+    assert handle.loss_scale == (2.0**15 if big else 2.0**-4)
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_hysteresis_counts_steps_that_were_repeated(queue: cl.CommandQueue, hysteresis: int) -> None:
-    task = Task(queue)
+def test_hysteresis_counts_steps_that_were_repeated(task: Task, hysteresis: int) -> None:
     with amp.init(loss_scale=amp.ScaleRule(initial=64.0, hysteresis=hysteresis)) as handle:
         for number in range(1, 4):
             task.optimizer.zero_grad()
@@ -370,23 +371,22 @@ def is_withheld(task: Task, handle: amp.AmpHandle) -> None:
     "passes", [writes, clears, nests, loses_its_graph, is_inf_itself, has_gradients_of_no_number, is_withheld],
     ids=lambda function: function.__name__,
 )  # fmt: skip
-def test_what_cannot_be_repeated_is_skipped_as_ever(queue: cl.CommandQueue, passes: Callable[..., None]) -> None:
-    task = Task(queue)
-    with amp.init() as handle:
-        passes(task, handle)
-        task.optimizer.step()
-        assert (handle.last_step.stepped, handle.last_step.repeats) == (False, 0)
-        assert handle.last_step.reason
-        assert handle.loss_scale == 2.0**15
-        assert task.moved == 0
-        task.optimizer.zero_grad()
-        task.step(handle)
-        assert task.moved == 1
+def test_what_cannot_be_repeated_is_skipped_as_ever(
+    task: Task, handle: amp.AmpHandle, passes: Callable[..., None]
+) -> None:
+    passes(task, handle)
+    task.optimizer.step()
+    assert (handle.last_step.stepped, handle.last_step.repeats) == (False, 0)
+    assert handle.last_step.reason
+    assert handle.loss_scale == 2.0**15
+    assert task.moved == 0
+    task.optimizer.zero_grad()
+    task.step(handle)
+    assert task.moved == 1
 
 
 @pytest.mark.parametrize("options", [{"on_overflow": "skip"}, {"loss_scale": 2.0**16}], ids=str)
-def test_whoever_wants_none_has_none(queue: cl.CommandQueue, options: dict[str, Any]) -> None:
-    task = Task(queue)
+def test_whoever_wants_none_has_none(task: Task, options: dict[str, Any]) -> None:
     with amp.init(**options) as handle:
         task.step(handle, 2.0**20)
         assert (handle.last_step.stepped, handle.last_step.repeats, task.moved) == (False, 0, 0)
@@ -397,29 +397,17 @@ def test_whoever_wants_none_has_none(queue: cl.CommandQueue, options: dict[str, 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("number", range(1, 5))
 def test_an_error_in_a_repeat_leaves_all_as_it_was(
-    queue: cl.CommandQueue, number: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    task: Task, handle: amp.AmpHandle, number: int, error: type[BaseException]
 ) -> None:
-    task = Task(queue)
-    with amp.init() as handle:
-        task.backward(handle)
-        before = handle.scalers[0].state_dict()
-        reads = iter(range(1, 100))
-        read = DeviceState.read
-
-        def failing(self: DeviceState) -> Any:
-            if next(reads) == number:
-                raise error
-            return read(self)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(DeviceState, "read", failing)
-            with pytest.raises(error):
-                task.backward(handle, 2.0**20)
-        assert handle.scalers[0].state_dict() == before
-        assert task.gradient == 1
-        task.step(handle, 2.0**20)
-        assert task.gradient == 2.0**20 + 1
-        assert handle.last_step.stepped
+    task.backward(handle)
+    before = handle.scalers[0].state_dict()
+    with failing_read(number, error), pytest.raises(error):
+        task.backward(handle, 2.0**20)
+    assert handle.scalers[0].state_dict() == before
+    assert task.gradient == 1
+    task.step(handle, 2.0**20)
+    assert task.gradient == 2.0**20 + 1
+    assert handle.last_step.stepped
 
 
 @pytest.mark.parametrize("size", [1.0, 2.0**20])
@@ -454,9 +442,8 @@ def test_a_pass_that_is_interrupted_while_it_ends_is_undone_with_its_scale_or_en
         assert handle.last_step.repeats == 0
 
 
-def test_only_what_no_scale_mends_is_an_anomaly(queue: cl.CommandQueue) -> None:
-    task = Task(queue)
-    with amp.init() as handle, ag.detect_anomaly():
+def test_only_what_no_scale_mends_is_an_anomaly(task: Task, handle: amp.AmpHandle) -> None:
+    with ag.detect_anomaly():
         task.backward(handle, 2.0**20)
         assert task.gradient == 2.0**20
         before = handle.scalers[0].state_dict()
@@ -491,11 +478,9 @@ def test_a_healthy_step_reads_and_launches_what_it_did(
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_pass_does_not_wait_for_the_device(
-    queue: cl.CommandQueue, given_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_does_not_wait_for_the_device(task: Task, given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one after a pass whose gradients were cleared."""
-    task, reads, read = Task(queue), list[DeviceState](), DeviceState.read
+    reads, read = list[DeviceState](), DeviceState.read
     with amp.init(loss_scale=amp.ScaleRule(initial=8.0)) as handle:
         for _ in range(2):
             task.optimizer.zero_grad()

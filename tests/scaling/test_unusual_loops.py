@@ -247,6 +247,7 @@ def test_a_truncated_backward_is_not_taken_for_a_lost_graph(task: Task, handle: 
             with handle.scale_loss(loss, task.optimizer) as scaled_loss:
                 tape.backward(scaled_loss) if way == "tape" else scaled_loss.backward()
             task.optimizer.step()
+            assert handle.last_step.stepped
 
 
 def test_a_tape_that_dies_after_scaling_is_named(task: Task, handle: amp.AmpHandle) -> None:
