@@ -16,7 +16,8 @@ from clamp.ops.engine import always
 from clamp.ops.gemm import engines, gemm
 from tests.reference import assert_close, quantize, to_device
 
-TRANSPOSES = pytest.mark.parametrize(("transpose_a", "transpose_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+NN, NT, TN, TT = ({"transpose_a": a, "transpose_b": b} for a in (False, True) for b in (False, True))
+TRANSPOSES = pytest.mark.parametrize("transposes", [NN, NT, TN, TT], ids=["NN", "NT", "TN", "TT"])
 Array = npt.NDArray[Any]
 
 
@@ -24,8 +25,16 @@ def random(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def swap(x: Array, transpose: bool) -> Array:
-    return np.ascontiguousarray(np.swapaxes(x, -1, -2)) if transpose else x
+def laid_out(
+    queue: cl.CommandQueue, a: Array, b: Array, dtypes: tuple[str, str], transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The operands whose op(a) and op(b) these are."""
+    left, right = (
+        to_device(queue, np.swapaxes(x, -1, -2) if transpose else x, dtype)
+        for x, transpose, dtype in zip((a, b), (transpose_a, transpose_b), dtypes, strict=True)
+    )
+    return left, right
 
 
 def stored(x: Array, dtype: str) -> Array:
@@ -59,11 +68,10 @@ def check(
 ) -> Tensor:
     """Runs gemm on op(a) = ``a`` and op(b) = ``b`` and compares it within the promised bound."""
     a_type, b_type, out_dtype = types
+    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     result = gemm(
-        to_device(queue, swap(a, transpose_a), a_type),
-        to_device(queue, swap(b, transpose_b), b_type),
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
+        *laid_out(queue, a, b, (a_type, b_type), **transposes),
+        **transposes,
         out_dtype=out_dtype,
         bias=None if bias is None else to_device(queue, *bias),
         relu=relu,

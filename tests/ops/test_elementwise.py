@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clamp.ops import elementwise as module
 from clamp.ops.dropout import dropout
 from clamp.ops.elementwise import OPS, elementwise
-from tests.conformance.activations import sigmoid
+from tests.conformance.activations import hard_sigmoid, hard_swish, sigmoid, swish
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -37,10 +37,6 @@ def gelu_tanh(x: Array) -> Array:
 def gelu_tanh_slope(x: Array) -> Array:
     u2 = 2 * _K * (x + 0.044715 * x**3)
     return sigmoid(u2) + x * sigmoid_slope(u2) * 2 * _K * (1 + 3 * 0.044715 * x * x)
-
-
-def hard_sigmoid(x: Array) -> Array:
-    return np.clip(0.2 * x + 0.5, 0, 1)
 
 
 class Case(NamedTuple):
@@ -80,10 +76,10 @@ UNARY = {
     "tanh": Case(np.tanh, ulps=5),
     "gelu_tanh": Case(gelu_tanh, ulps=10, amplified=lambda x: 2 * _K * (np.abs(x) + 0.05 * np.abs(x) ** 3)),
     "gelu_erf": Case(lambda x: 0.5 * x * _erfc(-x / math.sqrt(2)), ulps=20, amplified=np.square),
-    "swish": Case(lambda x: x * sigmoid(x), ulps=9),
+    "swish": Case(swish, ulps=9),
     "softplus": Case(lambda x: np.logaddexp(x, 0), ulps=8),
     "hard_sigmoid": Case(hard_sigmoid, ulps=2),
-    "hard_swish": Case(lambda x: x * hard_sigmoid(x), ulps=3),
+    "hard_swish": Case(hard_swish, ulps=3),
     "leaky_relu": Case(lambda x: np.where(x > 0, x, SLOPE * x), (SLOPE,), ulps=1),
     "elu": Case(lambda x: np.where(x > 0, x, ALPHA * np.expm1(np.minimum(x, 0))), (ALPHA,), ulps=5),
     "clamp": Case(lambda x: np.minimum(np.maximum(x, LOW), HIGH), (LOW, HIGH)),

@@ -1,4 +1,4 @@
-"""Which engine computes a matrix product or a convolution: chosen by values, so that asking needs no device."""
+"""Which engine computes what: chosen by values, so that asking needs no device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from clamp.opencl.device import Capabilities
-from clamp.ops import verified
+from clamp.ops import attention, depthwise, pool, verified
+from clamp.ops.attention import problem as of_attention
 from clamp.ops.conv import Window
 from clamp.ops.conv import engines as conv
 from clamp.ops.conv.problem import Problem as Convolution
+from clamp.ops.depthwise import problem as of_depthwise
+from clamp.ops.engine import all_in_words, choose
 from clamp.ops.gemm import engines as gemm
 from clamp.ops.gemm.problem import Problem as Product
+from clamp.ops.pool.problem import problem_of as pooling
 
 GPU = Capabilities(
     is_cpu=False, compute_units=32, half_storage=True, max_parameter_bytes=4096, local_memory_bytes=2**15,
@@ -168,3 +172,99 @@ def test_the_choice_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     brains = words(conv, BF16, FAST_DOT)
     assert "3x3 of stride 1 by Winograd's sums" in brains
     assert "3x3 of stride 2 and others by packed panels and the processor's bfloat16 dot product" in brains
+
+
+# ---------------------------------------------------------------------------------------------- planes and heads
+
+EIGHT_CORES = replace(CPU, compute_units=8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "length", "width"), [(1, 1, 1), (96, 1024, 64), (8, 77, 300)])
+def test_attention(heads: int, length: int, width: int, causal: bool) -> None:
+    for storage in ("f32", "f16", "bf16"):
+        for device, name in ((EIGHT_CORES, "blocked"), (GPU, "tiled")):
+            problem = of_attention.Problem(heads, length, width, causal, 0.1, (storage, storage, "f32"), device)
+            assert name == choose("attention", attention.ENGINES, problem).NAME
+
+
+def depthwise_problem(shape: tuple[int, ...], kernel: tuple[int, int], stride: int, pad: int) -> of_depthwise.Problem:
+    out = ((extent + 2 * pad - size) // stride + 1 for extent, size in zip(shape[2:], kernel, strict=True))
+    return of_depthwise.Problem(*shape, *out, *kernel, stride, pad, False, ("f16", "f32"), EIGHT_CORES)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "pad", "forward", "backward"),
+    [
+        ((8, 64, 56, 56), (3, 3), 1, 1, "columns", "columns"),
+        ((8, 64, 56, 56), (3, 3), 1, 3, "tiles", "tiles"),  # padding as wide as the filter
+        ((8, 64, 56, 56), (5, 5), 1, 2, "columns", "tiles"),
+        ((8, 64, 56, 56), (7, 7), 1, 3, "columns", "tiles"),
+        ((8, 64, 56, 56), (3, 5), 1, 1, "tiles", "tiles"),
+        ((8, 64, 56, 56), (3, 3), 2, 1, "tiles", "tiles"),
+        ((8, 64, 56, 56), (3, 3), 3, 1, "elements", "elements"),
+        ((8, 64, 56, 56), (8, 8), 1, 0, "tiles", "tiles"),
+        ((8, 64, 56, 56), (9, 9), 1, 4, "elements", "elements"),
+        ((1, 7, 56, 56), (3, 3), 1, 1, "tiles", "tiles"),  # fewer planes than cores
+        ((1, 8, 56, 56), (3, 3), 1, 1, "columns", "columns"),
+        ((1, 64, 362, 363), (3, 3), 1, 1, "tiles", "tiles"),  # planes too large for a cache
+        ((1, 64, 362, 362), (3, 3), 1, 1, "columns", "columns"),
+        ((1, 64, 40, 100_000), (3, 3), 1, 1, "tiles", "tiles"),
+    ],
+)
+def test_depthwise(
+    shape: tuple[int, ...], kernel: tuple[int, int], stride: int, pad: int, forward: str, backward: str
+) -> None:
+    problem = depthwise_problem(shape, kernel, stride, pad)
+    assert forward == choose("depthwise_conv2d", depthwise.ENGINES, problem).NAME
+    assert backward == choose("depthwise_conv2d", depthwise.ENGINES, replace(problem, is_gradient=True)).NAME
+    for is_gradient in (False, True):
+        elsewhere = replace(problem, is_gradient=is_gradient, device=GPU)
+        assert choose("depthwise_conv2d", depthwise.ENGINES, elsewhere).NAME == "elements"
+
+
+@pytest.mark.parametrize(
+    ("plane", "size", "stride", "results", "maxima", "means"),
+    [
+        ((32, 32), 2, 2, "pairs", "pairs", "pairs"),
+        ((32, 30), 2, 2, "rows", "rows", "rows"),  # fewer than 16 windows in a row
+        ((32, 33), 2, 2, "rows", "rows", "rows"),  # a column in no window
+        ((112, 112), 3, 2, "rows", "rows", "rows"),
+        ((7, 7), 3, 1, "rows", "rows", "rows"),
+        ((128, 128), 33, 1, "rows", "elements", "rows"),
+        ((64, 4096), 3, 60, "elements", "elements", "rows"),
+        ((8, 4096), 3, 2, "rows", "rows", "rows"),
+    ],
+)
+def test_pool(plane: tuple[int, int], size: int, stride: int, results: str, maxima: str, means: str) -> None:
+    for is_max, is_gradient, name in (
+        (True, False, results), (False, False, results), (True, True, maxima), (False, True, means)
+    ):  # fmt: skip
+        for device, expected in ((EIGHT_CORES, name), (GPU, "elements")):
+            problem, _ = pooling(
+                (2, 3, *plane), size, stride, ("float16", "float16"), device, is_max=is_max, is_gradient=is_gradient
+            )
+            assert expected == choose("pool2d", pool.ENGINES, problem).NAME, (is_max, is_gradient)
+
+
+def test_maxima_of_words_of_another_width_are_not_moved_in_pairs() -> None:
+    for dtypes, name in (
+        (("float16", "bfloat16"), "pairs"), (("float32", "float32"), "pairs"), (("float32", "float16"), "rows")
+    ):  # fmt: skip
+        problem, _ = pooling((1, 1, 32, 32), 2, 2, dtypes, EIGHT_CORES, is_max=True, is_gradient=True)
+        assert name == choose("pool2d", pool.ENGINES, problem).NAME
+        problem, _ = pooling((1, 1, 32, 32), 2, 2, dtypes, EIGHT_CORES, is_max=False, is_gradient=True)
+        assert choose("pool2d", pool.ENGINES, problem).NAME == "pairs"
+
+
+def test_every_engine_may_be_named_where_it_fits() -> None:
+    problem = depthwise_problem((8, 64, 56, 56), (3, 3), 1, 1)
+    for engine in depthwise.ENGINES:
+        assert choose("depthwise_conv2d", depthwise.ENGINES, problem, engine.NAME) is engine
+
+
+def test_engines_in_words() -> None:
+    pairs, rows, elements = pool.ENGINES
+    assert all_in_words({"these": pairs, "those": pairs}) == pairs.IN_WORDS
+    words = all_in_words({"these": rows, "others": elements, "those": rows})
+    assert words == f"these and those by {rows.IN_WORDS}; others by {elements.IN_WORDS}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -13,7 +15,7 @@ from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm, pack_b, rounds_as_it_reads
-from tests.ops.gemm_reference import TRANSPOSES, Array, check, check_special_values, random, swap
+from tests.ops.gemm_reference import NN, NT, TN, TRANSPOSES, TT, Array, check, check_special_values, laid_out, random
 from tests.reference import MIXTURES, STORAGE_DTYPES, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
@@ -54,22 +56,13 @@ def alike(engine: str) -> tuple[str, str, str]:
 @TRANSPOSES
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 64), (13, 33, 17), (24, 65, 33)],
+    [(1, 1, 1), (1, 40, 7), (40, 1, 16), (12, 32, 64), (13, 33, 17), (24, 65, 33), (211, 613, 1031)],
 )
 def test_shapes(
-    queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
+    queue: cl.CommandQueue, simulated: bool, m: int, n: int, k: int, transposes: dict[str, bool], engine: str
 ) -> None:
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
-
-
-@ENGINES
-@TRANSPOSES
-def test_large_odd_shape(
-    queue: cl.CommandQueue, simulated: bool, transpose_a: bool, transpose_b: bool, engine: str
-) -> None:
-    m, n, k = (66, 18, 35) if simulated else (211, 613, 1031)
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    if simulated and m > 100:
+        m, n, k = 66, 18, 35
     check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 
 
@@ -83,15 +76,17 @@ def test_k_around_its_blocks(queue: cl.CommandQueue, simulated: bool, k: int, en
 
 
 @ENGINES
-@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 5, 0)])
-def test_empty_result(queue: cl.CommandQueue, m: int, n: int, k: int, engine: str) -> None:
-    result = check(queue, np.zeros((m, k)), np.zeros((k, n)), alike(engine), engine=engine)
-    assert result.shape == (m, n)
-
-
-@ENGINES
-def test_empty_batch(queue: cl.CommandQueue, engine: str) -> None:
-    assert check(queue, np.zeros((0, 2, 3)), np.zeros((3, 4)), alike(engine), engine=engine).shape == (0, 2, 4)
+@pytest.mark.parametrize(
+    ("a", "b", "shape"),
+    [
+        ((0, 4), (4, 3), (0, 3)), ((3, 4), (4, 0), (3, 0)), ((0, 0), (0, 0), (0, 0)), ((0, 0), (0, 5), (0, 5)),
+        ((0, 2, 3), (3, 4), (0, 2, 4)),
+    ],
+)  # fmt: skip
+def test_empty_result(
+    queue: cl.CommandQueue, a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...], engine: str
+) -> None:
+    assert check(queue, np.zeros(a), np.zeros(b), alike(engine), engine=engine).shape == shape
 
 
 @ENGINES
@@ -109,7 +104,7 @@ def test_sum_of_nothing_is_the_epilogue(queue: cl.CommandQueue, engine: str) -> 
     m=st.integers(1, 40),
     n=st.integers(1, 70),
     k=st.integers(0, 40),
-    transposes=st.tuples(st.booleans(), st.booleans()),
+    transposes=st.sampled_from([NN, NT, TN, TT]),
     types=st.tuples(*[st.sampled_from(STORAGE_DTYPES)] * 3),
     engine=st.sampled_from(("direct", *ANY_TYPE_ENGINES)),
     relu=st.booleans(),
@@ -122,7 +117,7 @@ def test_any_problem(
     m: int,
     n: int,
     k: int,
-    transposes: tuple[bool, bool],
+    transposes: dict[str, bool],
     types: tuple[str, str, str],
     engine: str,
     relu: bool,
@@ -133,7 +128,7 @@ def test_any_problem(
         types = (types[0], types[0], types[2])
     a = random(*(() if shared == "a" else batch), m, k)
     b = random(*(() if shared == "b" else batch), k, n, seed=1)
-    check(queue, a, b, types, transpose_a=transposes[0], transpose_b=transposes[1], relu=relu, engine=engine)
+    check(queue, a, b, types, **transposes, relu=relu, engine=engine)
 
 
 # ------------------------------------------------------------------------------- storage types and epilogues
@@ -162,13 +157,12 @@ def test_products_alike_read_their_own_operands(queue: cl.CommandQueue) -> None:
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
 @TRANSPOSES
 def test_small_products_have_the_bits_of_large_ones(
-    queue: cl.CommandQueue, simulated: bool, dtype: str, transpose_a: bool, transpose_b: bool
+    queue: cl.CommandQueue, simulated: bool, dtype: str, transposes: dict[str, bool]
 ) -> None:
     """A network's numbers do not depend on which of its products are small."""
     m, n, k = (14, 20, 19) if simulated else (61, 90, 530)
-    a = to_device(queue, swap(random(m, k), transpose_a), dtype)
-    b = to_device(queue, swap(random(k, n), transpose_b), dtype)
-    options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "bias": to_device(queue, random(n), dtype)}
+    a, b = laid_out(queue, random(m, k), random(k, n), (dtype, dtype), **transposes)
+    options: Any = {**transposes, "bias": to_device(queue, random(n), dtype)}
     for out_dtype in STORAGE_DTYPES:
         direct, packed = (gemm(a, b, **options, out_dtype=out_dtype, engine=name) for name in ("direct", "packed"))
         np.testing.assert_array_equal(direct.to_host(), packed.to_host())
@@ -177,40 +171,35 @@ def test_small_products_have_the_bits_of_large_ones(
 @TRANSPOSES
 @pytest.mark.parametrize("reads", STORAGE_DTYPES[1:])
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
+    ("a", "b"),
     [
-        (1, 1, 1),
-        (40, 1, 16),
-        (1, 40, 7),
-        (13, 10, 300),
-        (24, 65, 33),
-        (37, 32, 17),
-        (64, 47, 257),
-        (5, 3, 0),
-        (0, 3, 4),
+        ((1, 1), (1, 1)), ((40, 16), (16, 1)), ((1, 7), (7, 40)), ((13, 300), (300, 10)), ((24, 33), (33, 65)),
+        ((37, 17), (17, 32)), ((64, 257), (257, 47)), ((5, 0), (0, 3)), ((0, 4), (4, 3)), ((3, 13, 10), (3, 10, 35)),
+        ((3, 13, 10), (10, 35)), ((13, 10), (3, 10, 35)),
     ],
-)
+)  # fmt: skip
 def test_float32_is_rounded_as_it_is_read(
-    queue: cl.CommandQueue, simulated: bool, m: int, n: int, k: int, reads: str, transpose_a: bool, transpose_b: bool
-) -> None:
+    queue: cl.CommandQueue, simulated: bool, a: tuple[int, ...], b: tuple[int, ...], reads: str,
+    transposes: dict[str, bool],
+) -> None:  # fmt: skip
     """Product and copy have the bits of a cast before it, special values included."""
-    if simulated and m * n * k > 25_000:
+    if simulated and a[-2] * a[-1] * b[-1] > 25_000:
         pytest.skip("slow to simulate")
-    left, right = random(m, k), random(k, n, seed=1)
+    left, right = random(*a), random(*b, seed=1)
     for values in (left, right):  # beside those that become inf times 0, and nan
         values.flat[::7] = np.resize(SPECIAL, values.flat[::7].shape)
-    a, b = (to_device(queue, swap(*x)) for x in ((left, transpose_a), (right, transpose_b)))
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    assert rounds_as_it_reads(a, b, reads, **transposes) == capabilities(queue).is_cpu
-    narrow_a, narrow_b = cast(a, reads), cast(b, reads)
-    expected = to_numpy(gemm(narrow_a, narrow_b, out_dtype="float32", engine="direct", **transposes))
-    for x, y in ((a, b), (a, narrow_b), (narrow_a, b)):
-        wanted = y is b and not transpose_b
-        copy = to_device(queue, np.full(b.shape, 7.0), reads) if wanted else None
-        result = gemm(x, y, out_dtype="float32", engine="direct", reads=reads, b_copy=copy, **transposes)
+    x, y = laid_out(queue, left, right, ("float32", "float32"), **transposes)
+    if len(a) == len(b) == 2:
+        assert rounds_as_it_reads(x, y, reads, **transposes) == capabilities(queue).is_cpu
+    narrow_x, narrow_y = cast(x, reads), cast(y, reads)
+    expected = to_numpy(gemm(narrow_x, narrow_y, out_dtype="float32", engine="direct", **transposes))
+    for first, second in ((x, y), (x, narrow_y), (narrow_x, y)):
+        wanted = second is y and not transposes["transpose_b"] and len(b) == 2
+        copy = to_device(queue, np.full(b, 7.0), reads) if wanted else None
+        result = gemm(first, second, out_dtype="float32", engine="direct", reads=reads, b_copy=copy, **transposes)
         np.testing.assert_array_equal(to_numpy(result), expected)
         if copy is not None:
-            np.testing.assert_array_equal(to_numpy(copy), to_numpy(narrow_b))
+            np.testing.assert_array_equal(to_numpy(copy), to_numpy(narrow_y))
 
 
 @pytest.mark.parametrize("engine", ANY_TYPE_ENGINES)
@@ -244,10 +233,9 @@ def test_rounds_once_after_the_epilogue(queue: cl.CommandQueue, engine: str) -> 
 @ENGINES
 @TRANSPOSES
 @pytest.mark.parametrize("batches", ["both", "a", "b"])
-def test_batches(queue: cl.CommandQueue, batches: str, transpose_a: bool, transpose_b: bool, engine: str) -> None:
+def test_batches(queue: cl.CommandQueue, batches: str, transposes: dict[str, bool], engine: str) -> None:
     a = random(*(() if batches == "b" else (2, 3)), 13, 10)
     b = random(*(() if batches == "a" else (2, 3)), 10, 35, seed=1)
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, a, b, alike(engine), bias=(random(35), "float32"), engine=engine, **transposes)
 
 
@@ -274,27 +262,11 @@ def test_all_scratch_memory_is_written(
         assert not np.isnan(to_numpy(tensor)).any()
 
 
-@TRANSPOSES
-@pytest.mark.parametrize("batches", ["both", "a", "b"])
-@pytest.mark.parametrize("reads", STORAGE_DTYPES[1:])
-def test_a_batch_is_rounded_as_it_is_read(
-    queue: cl.CommandQueue, reads: str, batches: str, transpose_a: bool, transpose_b: bool
-) -> None:
-    left, right = random(*[3] * (batches != "b"), 13, 10), random(*[3] * (batches != "a"), 10, 35, seed=1)
-    a, b = (to_device(queue, swap(*x)) for x in ((left, transpose_a), (right, transpose_b)))
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
-    narrow_a, narrow_b = cast(a, reads), cast(b, reads)
-    expected = to_numpy(gemm(narrow_a, narrow_b, out_dtype="float32", engine="direct", **transposes))
-    for x, y in ((a, b), (a, narrow_b), (narrow_a, b)):
-        result = gemm(x, y, out_dtype="float32", engine="direct", reads=reads, **transposes)
-        np.testing.assert_array_equal(to_numpy(result), expected)
-
-
 @ENGINES
 @pytest.mark.parametrize("transpose", [False, True])
 def test_packed_b_serves_many_calls(queue: cl.CommandQueue, transpose: bool, engine: str) -> None:
     b, dtype = random(21, 37), storage_of(engine)
-    packed = pack_b(to_device(queue, swap(b, transpose), dtype), transpose=transpose, engine=engine)
+    packed = pack_b(to_device(queue, b.T if transpose else b, dtype), transpose=transpose, engine=engine)
     for m in (1, 30):
         a = to_device(queue, random(m, 21), dtype)
         expected = gemm(a, to_device(queue, b, dtype), out_dtype="float16", engine=engine)
@@ -362,18 +334,10 @@ def test_repeats_bit_for_bit(queue: cl.CommandQueue, simulated: bool, engine: st
 @pytest.mark.slow
 @ENGINES
 @pytest.mark.parametrize(
-    ("m", "n", "k", "transpose_a", "transpose_b"),
-    [
-        (512, 512, 1024, False, True),
-        (997, 509, 1013, True, False),
-        (8, 2048, 4096, False, False),
-        (2048, 10, 300, True, True),
-    ],
+    ("m", "n", "k", "transposes"),
+    [(512, 512, 1024, NT), (997, 509, 1013, TN), (8, 2048, 4096, NN), (2048, 10, 300, TT)],
 )
-def test_full_size(
-    queue: cl.CommandQueue, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, engine: str
-) -> None:
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+def test_full_size(queue: cl.CommandQueue, m: int, n: int, k: int, transposes: dict[str, bool], engine: str) -> None:
     check(queue, random(m, k), random(k, n), alike(engine), **transposes, engine=engine)
 
 

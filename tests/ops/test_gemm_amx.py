@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from clamp.ops.gemm import amx, gemm, pack_b, rounds_as_it_reads
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 from tests.launches import forget_prepared_launches
 from tests.mutants import write_wrong
-from tests.ops.gemm_reference import TRANSPOSES, check, random, stored
+from tests.ops.gemm_reference import NN, NT, TN, TRANSPOSES, TT, check, laid_out, random, stored
 from tests.reference import assert_close, to_device, to_numpy
 from tests.scripts import run_script
 
@@ -72,13 +72,12 @@ def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Calla
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_products_are_right(
     queue: cl.CommandQueue, simulated: bool, in_plain_c: Callable[..., None], dtype: str, shapes: Any,
-    transpose_a: bool, transpose_b: bool, in_turn: bool,
+    transposes: dict[str, bool], in_turn: bool,
 ) -> None:  # fmt: skip
     if simulated and shapes in [SHAPES[name] for name in _SLOW_TO_SIMULATE]:
         pytest.skip("the simulator would take minutes")
     in_plain_c(in_turn=in_turn)
     a, b = random(*shapes[0]), random(*shapes[1], seed=1)
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, a, b, (dtype, dtype, "float32"), engine="amx", **transposes)
 
 
@@ -205,21 +204,19 @@ def _bits(result: Tensor) -> np.ndarray:
 @TRANSPOSES
 @pytest.mark.parametrize("case", ["whole tiles", "odd edges", "a batch", "long sums", "special"])
 def test_plain_c_has_the_bits_of_the_unit(
-    amx_queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, case: str, transpose_a: bool,
-    transpose_b: bool,
+    amx_queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, case: str, transposes: dict[str, bool],
 ) -> None:  # fmt: skip
     """And the unit repeats them, from panels too."""
     shapes = SHAPES.get(case)
     a, b = _special(dtype) if shapes is None else (random(*shapes[0]), random(*shapes[1], seed=1))
-    left = to_device(amx_queue, np.swapaxes(a, -1, -2) if transpose_a else a, dtype)
-    right = to_device(amx_queue, np.swapaxes(b, -1, -2) if transpose_b else b, dtype)
-    options = {"transpose_a": transpose_a, "out_dtype": "float32"}
-    first, again = (_bits(gemm(left, right, transpose_b=transpose_b, engine="amx", **options)) for _ in range(2))
+    left, right = laid_out(amx_queue, a, b, (dtype, dtype), **transposes)
+    transpose_a, transpose_b = transposes.values()
+    first, again = (_bits(gemm(left, right, out_dtype="float32", engine="amx", **transposes)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     packed = pack_b(right, transpose=transpose_b, engine="amx")
-    np.testing.assert_array_equal(first, _bits(gemm(left, packed, **options)))
+    np.testing.assert_array_equal(first, _bits(gemm(left, packed, transpose_a=transpose_a, out_dtype="float32")))
     in_plain_c()
-    emulated = gemm(cast(left, dtype), right, transpose_b=transpose_b, engine="amx", **options)
+    emulated = gemm(cast(left, dtype), right, out_dtype="float32", engine="amx", **transposes)
     launch = amx.bind(operand_a(left, transpose_a), operand_b(right, transpose_b), emulated, Epilogue("float32"))
     launch(left, right, emulated, emulated, emulated)
     np.testing.assert_array_equal(first, _bits(emulated))
@@ -234,8 +231,7 @@ class Case:
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: str = BF16
-    transpose_a: bool = False
-    transpose_b: bool = False
+    transposes: dict[str, bool] = field(default_factory=lambda: NN)
     special: bool = False
     in_turn: bool = True
 
@@ -243,17 +239,12 @@ class Case:
         a, b = random(*self.shapes[0]), random(*self.shapes[1], seed=1)
         if self.special:
             a[1, 0] = np.inf
-        transposes = {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
         with np.errstate(invalid="ignore"):
-            check(queue, a, b, (self.dtype, self.dtype, "float32"), engine="amx", **transposes)
+            check(queue, a, b, (self.dtype, self.dtype, "float32"), engine="amx", **self.transposes)
 
 
-_WHOLE, _ODD, _TURNED = (
-    Case(SHAPES["whole tiles"]),
-    Case(SHAPES["odd edges"]),
-    Case(SHAPES["odd edges"], BF16, True, True),
-)
-_HALVES, _LONG = Case(SHAPES["whole tiles"], F16, transpose_b=True), Case(SHAPES["long sums"])
+_WHOLE, _LONG = Case(SHAPES["whole tiles"]), Case(SHAPES["long sums"])
+_TURNED, _HALVES = Case(SHAPES["odd edges"], BF16, TT), Case(SHAPES["whole tiles"], F16, NT)
 
 #: What is wrong, the piece of source and what replaces it, and a product that shows it.
 MUTANTS = [
@@ -262,7 +253,7 @@ MUTANTS = [
     ("a tail of k is not masked", "bits_before(r + first * width, end - first, width)",
      "bits_at(r + first * width, width)", Case(SHAPES["odd edges"], special=True)),
     ("a tail of k together is not masked", "next < depth ? rows : 0", "rows",
-     Case(SHAPES["a batch"], transpose_a=True)),
+     Case(SHAPES["a batch"], BF16, TN)),
     ("tiles are not turned", "if (by_k == is_b) transpose", "if (by_k != is_b) transpose", _TURNED),
     ("the upper part is the lower", "UPPER_HALVES(x.high, y.high)", "UPPER_HALVES(x.low, y.low)", _HALVES),
     ("sums that are not finite are not mended", "if (!any(is_odd)) return;", "return;",
@@ -274,9 +265,9 @@ MUTANTS = [
     ("a block packs its first panel again", "q * SIDE, t + s", "first_b * SIDE, t + s", _WHOLE),
     ("the second block of k is packed from the first", "q * SIDE, t + s", "q * SIDE, s", _LONG),
     ("a tile of columns by rows is not turned", "if (transposed) transpose_sums(sums);", "",
-     Case(SHAPES["few rows of a"], transpose_b=True)),
+     Case(SHAPES["few rows of a"], BF16, NT)),
     ("quarters of it stay where they are", "quarter == 1 ? 16 * SIDE : at", "at",
-     Case(SHAPES["few rows of a"], transpose_b=True)),
+     Case(SHAPES["few rows of a"], BF16, NT)),
     ("the second panel of b is the first", "B + (q * steps + t)", "B + (first_b * steps + t)",
      Case(SHAPES["whole tiles"], in_turn=False)),
 ]  # fmt: skip

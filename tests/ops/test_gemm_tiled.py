@@ -32,11 +32,10 @@ pytestmark = pytest.mark.once
     sweep(product(STORAGE_DTYPES, STORAGE_DTYPES, (40, 37)), lambda n: n == 17),
 )
 def test_types_and_layouts(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, a_type: str, b_type: str, extent: int, transpose_a: bool,
-    transpose_b: bool,
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, a_type: str, b_type: str, extent: int,
+    transposes: dict[str, bool],
 ) -> None:  # fmt: skip
     a, b = random(extent, extent + 8), random(extent + 8, extent - 16, seed=1)
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, a, b, (a_type, b_type, "float32"), engine=by_plan(monkeypatch, tiled, PLANS[3]), **transposes)
 
 

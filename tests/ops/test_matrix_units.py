@@ -19,7 +19,7 @@ from clamp.ops.gemm import gemm, tiled
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import DPAS_8, DPAS_16, MMA, MMA_K8, RDNA3, RDNA4, WGMMA, MatrixUnit
 from clamp.ops.gemm.plan import Plan
-from tests.ops.gemm_reference import TRANSPOSES, by_plan, check, check_special_values, random
+from tests.ops.gemm_reference import NN, TRANSPOSES, TT, by_plan, check, check_special_values, random
 from tests.reference import HALF_DTYPES, STORAGE_DTYPES, to_device, to_numpy
 from tests.sweep import sweep
 
@@ -100,28 +100,24 @@ def operands(unit: MatrixUnit, number: int) -> tuple[str, str]:
 @pytest.mark.simulated_elsewhere
 def test_shapes(
     queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, plans: tuple[Plan, ...], emulate: Emulate,
-    transpose_a: bool, transpose_b: bool, which: int, number: int,
+    transposes: dict[str, bool], which: int, number: int,
 ) -> None:  # fmt: skip
     plan = plans[which % len(plans)]
     m, n, k = (plan.rows, plan.columns + 8, plan.k + 8) if simulated else SHAPES[number](plan)
-    check(
-        queue, random(m, k), random(k, n), (*operands(unit, number + transpose_a), "float32"), engine=emulate(plan),
-        transpose_a=transpose_a, transpose_b=transpose_b,
-    )  # fmt: skip
+    types = (*operands(unit, number + transposes["transpose_a"]), "float32")
+    check(queue, random(m, k), random(k, n), types, engine=emulate(plan), **transposes)
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if unit not in _OFTEN_USED], ids=lambda unit: unit.NAME)
-@pytest.mark.parametrize(
-    ("transpose_a", "transpose_b", "copies"), [(0, 0, LATE), (1, 1, AT_ONCE)], ids=["NN, late", "TT, at once"]
-)
+@pytest.mark.parametrize(("transposes", "copies"), [(NN, LATE), (TT, AT_ONCE)], ids=["NN, late", "TT, at once"])
 def test_other_makers_units(
-    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, transpose_a: bool, transpose_b: bool,
+    queue: cl.CommandQueue, simulated: bool, unit: MatrixUnit, emulate: Emulate, transposes: dict[str, bool],
     copies: int,
 ) -> None:  # fmt: skip
     """The little of them that is tried every day: operands along k, and across."""
     plan = SMALL[unit][0] if simulated else SMALL[unit][1]
     m, n, k = plan.rows + 5, plan.columns + 8, plan.k * 3 + 8
-    types, transposes = ("bfloat16", "bfloat16", "float32"), {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    types = ("bfloat16", "bfloat16", "float32")
     check(queue, random(m, k), random(k, n), types, engine=emulate(plan, copies=copies), **transposes)
 
 
@@ -129,12 +125,11 @@ def test_other_makers_units(
 @pytest.mark.parametrize("unit", _OFTEN[:-1], indirect=True)
 @pytest.mark.parametrize("copies", [AT_ONCE, LATE], ids=["at once", "late"])
 def test_many_steps_in_few_stages(
-    queue: cl.CommandQueue, simulated: bool, plans: tuple[Plan, ...], emulate: Emulate, transpose_a: bool,
-    transpose_b: bool, copies: int,
+    queue: cl.CommandQueue, simulated: bool, plans: tuple[Plan, ...], emulate: Emulate, transposes: dict[str, bool],
+    copies: int,
 ) -> None:  # fmt: skip
     plan = plans[-1]
     m, n, k = plan.rows, 8, plan.k * (plan.stages + (1 if simulated else 3)) - 8
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, random(m, k), random(k, n), engine=emulate(plan, copies=copies), **transposes)
 
 
@@ -143,14 +138,12 @@ def test_many_steps_in_few_stages(
 @pytest.mark.parametrize("unit", _OFTEN[:-1], indirect=True)
 @pytest.mark.parametrize("number", sweep(range(3), lambda n: n == 1))
 def test_the_plans_of_gpus(
-    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, number: int, transpose_a: bool,
-    transpose_b: bool,
-) -> None:  # fmt: skip
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, number: int, transposes: dict[str, bool]
+) -> None:
     plan = unit.plans[number % len(unit.plans)]
     if plan.local_memory_bytes > capabilities(queue).local_memory_bytes:
         pytest.skip(f"the device has too little local memory for {plan}")
     m, n, k = plan.rows + 8, plan.columns + 8, plan.k * plan.stages + 8
-    transposes = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     check(queue, random(m, k), random(k, n), engine=emulate(plan), **transposes)
 
 
@@ -169,31 +162,22 @@ def test_empty(queue: cl.CommandQueue, emulate: Emulate, plan: Plan, m: int, n: 
 @TRANSPOSES
 @pytest.mark.parametrize(("batches", "slices"), sweep(product(["both", "a", "b"], [1, 2]), lambda n: n in (1, 2)))
 def test_batches(
-    queue: cl.CommandQueue,
-    emulate: Emulate,
-    plan: Plan,
-    batches: str,
-    slices: int,
-    transpose_a: bool,
-    transpose_b: bool,
+    queue: cl.CommandQueue, emulate: Emulate, plan: Plan, batches: str, slices: int, transposes: dict[str, bool]
 ) -> None:
     a = random(*(() if batches == "b" else (2, 2)), 13, 40)
     b = random(*(() if batches == "a" else (2, 2)), 40, 35, seed=1)
-    check(
-        queue, a, b, bias=(random(35), "float32"), engine=emulate(plan, slices),
-        transpose_a=transpose_a, transpose_b=transpose_b,
-    )  # fmt: skip
+    check(queue, a, b, bias=(random(35), "float32"), engine=emulate(plan, slices), **transposes)
 
 
 @TRANSPOSES
 @pytest.mark.parametrize(("k", "slices"), sweep([(65, 3), (96, 3), (40, 9)]))
 def test_slices_of_k(
-    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, plan: Plan, transpose_a: bool, transpose_b: bool,
+    queue: cl.CommandQueue, unit: MatrixUnit, emulate: Emulate, plan: Plan, transposes: dict[str, bool],
     k: int, slices: int,
 ) -> None:  # fmt: skip
     check(
         queue, random(16, k), random(k, 33), (*operands(unit, 5), "float16"), bias=(random(33), "bfloat16"),
-        relu=True, engine=emulate(plan, slices), transpose_a=transpose_a, transpose_b=transpose_b,
+        relu=True, engine=emulate(plan, slices), **transposes,
     )  # fmt: skip
 
 
