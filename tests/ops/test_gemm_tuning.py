@@ -20,13 +20,13 @@ from clamp.cli.devices import slug
 from clamp.cli.tune import LAYOUTS
 from clamp.opencl import cache, trials
 from clamp.opencl.device import capabilities
-from clamp.ops import verified
-from clamp.ops.gemm import engines, gemm, matrix_units, tiled, tuning
+from clamp.ops.gemm import gemm, tuning
 from clamp.ops.gemm.engines import MATRIX_UNITS
 from clamp.ops.gemm.matrix_units import MMA, MatrixUnit, cases
 from clamp.ops.gemm.plan import Plan
 from clamp.ops.gemm.tuning import Tuning, size_class, winner_of
 from tests.launches import forget_prepared_launches
+from tests.ops.test_verified import pass_for_a_gpu, tried_here
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
 _LARGE, _SMALL, _OTHER = Plan(32, 16, 32, 3, (2, 1)), Plan(16, 32, 16, 2, (1, 1)), Plan(16, 16, 16, 2, (1, 1))
@@ -52,31 +52,17 @@ class _Pretended(MatrixUnit):
 @pytest.fixture
 def unit(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Pretended:
     """Lets the queue's device pass for a GPU with a matrix unit, which is verified and not tuned."""
-    device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
-    for module in (engines, matrix_units, verified):
-        monkeypatch.setattr(module, "capabilities", lambda queue: device)
     unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), more=(_REFUSED, _OTHER), emulate=1)), ran=[])
-    monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
-    monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
-    monkeypatch.setattr(trials, "_verdicts", {})
+    pass_for_a_gpu(queue, monkeypatch, unit)
+    monkeypatch.setattr(trials, "_tried", lambda device, where, names: dict(_tried(device, where, tuple(names))))
     monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(trials, "resolve_name", {u.where: u for u in (unit, unit.candidates)}.__getitem__)
-    monkeypatch.setattr(trials, "_tried", _tried_here)
-    monkeypatch.setattr(trials, "begin", lambda *_: None)
     monkeypatch.setenv("CLAMP_CACHE_DIR", str(tmp_path / "cache"))
     assert list(unit.measurable_plans(queue)) == [_LARGE, _SMALL, _OTHER]
     return unit
 
 
-@lru_cache
-def _tried(device: cl.Device, where: str, names: tuple[str, ...]) -> dict[str, str]:
-    found = trials.tried_here(device, trials.resolve_name(where), names)
-    return {name: verdict for name, verdict in found if verdict is not None}
-
-
-def _tried_here(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
-    """Verdicts from this process, in which the tests of this file find the same."""
-    return dict(_tried(device, where, tuple(names)))
+#: verdicts from this process, in which the tests of this file find the same
+_tried = lru_cache(tried_here)
 
 
 def product(queue: cl.CommandQueue, layout: str = "NN", batch: int = 0, dtype: str = "float16") -> np.ndarray:

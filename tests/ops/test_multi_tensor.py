@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from netcl.core.device import CPUQueue
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.opencl.program import Prepared
 from clamp.ops import multi_tensor, slots
@@ -52,19 +53,10 @@ def state(queue: cl.CommandQueue) -> cl.Buffer:
 
 
 @pytest.fixture
-def launches(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(queue: cl.CommandQueue) -> Iterator[list[str]]:
     """Names of the kernels launched during the test."""
-    capabilities(queue)  # probes the device at its first use
-    names: list[str] = []
-    call = cl.Kernel.__call__
-
-    def counted(kernel: cl.Kernel, *args: Any, **kwargs: Any) -> Any:
-        if not kernel.function_name.startswith("netcl_probe"):  # at netcl's first use of the device
-            names.append(kernel.function_name)
-        return call(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(cl.Kernel, "__call__", counted)
-    return names
+    with counted_launches() as names:
+        yield names
 
 
 @pytest.mark.parametrize(("dtype", "in_place"), [("float32", True), *((dtype, False) for dtype in STORAGE_DTYPES)])

@@ -3,7 +3,7 @@ so what the device can do is pretended, and the engine runs in plain C, in this 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,30 +37,35 @@ class _Pretended(MatrixUnit):
         return super().bind_by(*product)
 
 
-@pytest.fixture
-def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MatrixUnit]:
-    """Lets the queue's device pass for a GPU with matrix units; what its engine does instead may be given."""
+def pass_for_a_gpu(queue: cl.CommandQueue, patch: pytest.MonkeyPatch, unit: MatrixUnit) -> None:
+    """Lets the queue's device pass for a GPU that has this matrix unit, whose trials run in this process."""
     device = replace(capabilities(queue), is_cpu=False, dot_bf16=False, compute_capability=(8, 0))
     for module in (engines, matrix_units, verified):
-        monkeypatch.setattr(module, "capabilities", lambda queue: device)
-    monkeypatch.setattr(trials, "_verdicts", {})
+        patch.setattr(module, "capabilities", lambda queue: device)
+    patch.setattr(engines, "ENGINES", (unit, tiled))
+    patch.setattr(engines, "MATRIX_UNITS", (unit,))
+    patch.setattr(trials, "_verdicts", {})
+    patch.setattr(trials, "resolve_name", {x.where: x for x in (unit, unit.candidates)}.__getitem__)
+    patch.setattr(trials, "_tried", tried_here)
+    patch.setattr(trials, "begin", lambda *_: None)
+
+
+def tried_here(device: cl.Device, where: str, names: Sequence[str]) -> dict[str, str]:
+    found = trials.tried_here(device, trials.resolve_name(where), names)
+    return {name: verdict for name, verdict in found if verdict is not None}
+
+
+@pytest.fixture
+def pretend(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MatrixUnit]:
+    """Makes the device pass for such a GPU; what its engine does instead may be given."""
     monkeypatch.setenv("CLAMP_CACHE_DIR", "off")
 
     def make(instead: Callable[..., None] | None = None) -> MatrixUnit:
         unit = _Pretended(**vars(replace(MMA, plans=(_LARGE, _SMALL), emulate=1)), instead=instead)
-        monkeypatch.setattr(engines, "ENGINES", (unit, tiled))
-        monkeypatch.setattr(engines, "MATRIX_UNITS", (unit,))
-        monkeypatch.setattr(trials, "resolve_name", lambda where: unit)
-        monkeypatch.setattr(trials, "_tried", _tried_here)
-        monkeypatch.setattr(trials, "begin", lambda *_: None)
+        pass_for_a_gpu(queue, monkeypatch, unit)
         return unit
 
     return make
-
-
-def _tried_here(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:
-    found = trials.tried_here(device, trials.resolve_name(where), names)
-    return {name: verdict for name, verdict in found if verdict is not None}
 
 
 def product(queue: cl.CommandQueue, dtype: str = "float16") -> Any:
@@ -123,42 +128,31 @@ def _flush_subnormals(left: Any, *others: Any) -> None:
         cl.enqueue_copy(left.tensor.queue, left.tensor.buffer, bits)
 
 
-@pytest.mark.parametrize(
-    "instead",
-    [
-        pytest.param(_raise(KernelBuildError("asm is refused")), id="does not build"),
-        pytest.param(_raise(cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")), id="does not launch"),
-        pytest.param(_raise(MemoryError()), id="something else"),
-        pytest.param(_compute_wrong, id="one wrong number"),
-        pytest.param(_flush_subnormals, id="subnormals are zero"),
-    ],
-)
+#: what fails in the trials: the engine's own work, or what is replaced
+FAILS: dict[str, Callable[..., None] | tuple[Any, str, Callable[..., None]]] = {
+    "does not build": _raise(KernelBuildError("asm is refused")),
+    "does not launch": _raise(cl.RuntimeError("clEnqueueNDRangeKernel failed: OUT_OF_RESOURCES")),
+    "something else": _raise(MemoryError()),
+    "one wrong number": _compute_wrong,
+    "subnormals are zero": _flush_subnormals,
+    "writes nothing": (_Pretended, "compute", lambda self, *product: None),
+    "no context": (trials.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY"))),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
 @pytest.mark.once
 def test_whatever_goes_wrong_in_the_trials_leaves_the_engine_out(
-    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], instead: Callable[..., None]
+    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    pretend(instead)
-    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
+    fails = FAILS[what]
+    pretend(None if isinstance(fails, tuple) else fails)
+    with monkeypatch.context() as patch:
+        if isinstance(fails, tuple):
+            patch.setattr(*fails)
+        assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
     assert engines.usual(queue, "float16") is tiled
     np.testing.assert_array_equal(to_numpy(product(queue)), np.full((3, 5), 8.0))
-
-
-@pytest.mark.once
-def test_an_engine_that_writes_nothing_is_left_out(
-    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend()
-    monkeypatch.setattr(_Pretended, "compute", lambda self, *product: None)
-    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
-
-
-@pytest.mark.once
-def test_a_context_that_is_not_to_be_had_leaves_the_engine_out(
-    queue: cl.CommandQueue, pretend: Callable[..., MatrixUnit], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend()
-    monkeypatch.setattr(trials.cl, "Context", _raise(cl.MemoryError("clCreateContext failed: OUT_OF_HOST_MEMORY")))
-    assert names_of_verified(engines.MATRIX_UNITS, queue) == frozenset()
 
 
 @pytest.mark.parametrize(
