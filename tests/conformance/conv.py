@@ -36,6 +36,11 @@ def conv2d_relu(x: Array, w: Array, bias: Array | None = None, **window: Any) ->
     return np.maximum(conv2d(x, w, bias, **window), 0)
 
 
+def depthwise_conv2d(x: Array, w: Array, bias: Array | None = None, stride: int = 1, pad: int = 0) -> Array:
+    """Each channel with its own filter."""
+    return conv2d(x, w, bias, stride, pad, groups=len(w))
+
+
 def conv_transpose2d(x: Array, w: Array, bias: Array | None = None, stride: Pair = 1, pad: Pair = 0) -> Array:
     """Every pixel spreads its multiple of the filter over the result."""
     (down, right), (top, left) = both(stride), both(pad)
@@ -51,6 +56,11 @@ def conv_transpose2d(x: Array, w: Array, bias: Array | None = None, stride: Pair
 
 def _terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
     return w[0].size + 1, conv2d(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), **window)
+
+
+def _depthwise_terms(x: Array, w: Array, bias: Array | None = None, *window: int, **named: int) -> tuple[float, Array]:
+    offset = None if bias is None else np.abs(bias)
+    return w[0].size + 1, depthwise_conv2d(np.abs(x), np.abs(w), offset, *window, **named)
 
 
 def _transposed_terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
@@ -74,6 +84,12 @@ OPS = [
         Case(Normal(2, 2, 4, 5), Normal(3, 2, 3, 3), bias=Normal(3).aside(), pad=1),
         Case(Normal(1, 3, 5, 5), Normal(4, 3, 3, 3), stride=2),
     ], terms=_terms),
+    Op("netcl.autograd.depthwise_conv2d", depthwise_conv2d, [
+        Case(Normal(2, 3, 5, 7), Normal(3, 1, 3, 3), bias=Normal(3).aside(), stride=1, pad=1),
+        Case(Normal(2, 2, 8, 9), Normal(2, 1, 3, 3), stride=2, pad=1),
+        Case(Normal(1, 2, 6, 7), Normal(2, 1, 2, 5), Normal(2).aside(), pad=3),
+        Case(Normal(1, 2, 9, 10), Normal(2, 1, 3, 3), stride=3),
+    ], terms=_depthwise_terms),
     Op("netcl.autograd.conv_transpose2d", conv_transpose2d, [
         Case(Normal(2, 3, 3, 4), Normal(3, 2, 3, 3), bias=Normal(2).aside(), stride=2, pad=1),
         Case(Normal(1, 2, 3, 3), Normal(2, 3, 4, 4), stride=3),
