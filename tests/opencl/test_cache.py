@@ -60,13 +60,21 @@ def test_folder_and_file_are_the_users_alone(file: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file.parent, file)] == [0o700, 0o600]
 
 
-def test_a_harmed_file_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
-    content = file.read_bytes()
-    for harmed in (b"", content[:-9], content.replace(b"ulong", b"float")):
-        file.write_bytes(harmed)
-        assert cache.load(file) is None
-        _halves(queue)
-        assert cache.load(file) is not None
+#: what may have become of a file
+HARM: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "changed": lambda file: file.write_bytes(file.read_bytes().replace(b"ulong", b"float")),
+    "others can write to it": lambda file: file.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("harm", HARM.values(), ids=HARM)
+def test_a_harmed_file_is_written_anew(queue: cl.CommandQueue, file: Path, harm: Callable[[Path], object]) -> None:
+    harm(file)
+    assert cache.load(file) is None
+    _halves(queue)
+    assert cache.load(file) is not None
 
 
 def _say(file: Path, content: bytes) -> None:
@@ -146,13 +154,6 @@ def test_files_of_another_format_are_other_files(tmp_path: Path, monkeypatch: py
     now = cache.file_for("key", ".x")
     monkeypatch.setattr(cache, "_FORMAT", cache._FORMAT + 1)
     assert now != cache.file_for("key", ".x")
-
-
-def test_a_file_that_others_can_write_to_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
-    file.chmod(0o666)
-    assert cache.load(file) is None
-    _halves(queue)
-    assert cache.load(file) is not None
 
 
 def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueue, file: Path) -> None:

@@ -125,13 +125,16 @@ def test_a_file_gets_no_line_that_grows(clock: Clock, monkeypatch: pytest.Monkey
     assert file.getvalue() == ""
 
 
-def test_nothing_is_written_where_nobody_looks(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = Terminal()
+def test_where_nobody_looks_it_goes_on(clock: Clock, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, shown = Terminal(), Progress()
     closed.isatty = lambda: True  # type: ignore[method-assign]
     closed.close()
     for gone in (None, closed):  # pythonw has no standard error
         monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=gone))
-        compile_for(Progress(), clock, 5.0)
+        compile_for(shown, clock, 5.0)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
+    compile_for(shown, clock, 1.0)
+    assert terminal.getvalue() == lines((3, 11))
 
 
 class Listened(Terminal):
