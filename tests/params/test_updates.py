@@ -455,57 +455,46 @@ def test_a_parameter_that_comes_back_has_its_state(queue: cl.CommandQueue, name:
     np.testing.assert_array_equal(*found)
 
 
-def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.CommandQueue) -> None:
-    loop, expected = Loop(queue, MAKE["momentum"]), Loop(queue, MAKE["momentum"])
+@pytest.fixture
+def stepped(queue: cl.CommandQueue) -> Iterator[Loop]:
+    """A loop of momentum that has made two steps under AMP, which is on."""
+    loop = Loop(queue, MAKE["momentum"])
     with amp.init():
         for _ in range(2):
             loop.draw(absent=False)
             loop.optimizer.step()
-            vel = loop.optimizer.vel
+        yield loop
+
+
+def test_momentums_velocities_are_arrays_to_whoever_reads_them(queue: cl.CommandQueue, stepped: Loop) -> None:
+    """Whoever reads a copy takes nothing away."""
+    vel, expected = stepped.optimizer.vel, Loop(queue, MAKE["momentum"])
     for _ in range(2):
         if expected.draw(absent=False):
             expected.optimizer.step()
     wanted = list(expected.optimizer.vel.values())
+    assert all(velocity.any() for velocity in wanted)
     for read in (
-        copy.deepcopy(vel), copy.copy(vel), pickle.loads(pickle.dumps(vel)), dict(vel), {**vel}, vel.copy(), vel,
+        copy.copy(vel), copy.deepcopy(vel), pickle.loads(pickle.dumps(vel)), dict(vel), {**vel}, vel.copy(), vel,
     ):  # fmt: skip
-        assert list(read) == [id(param) for param in loop.params]
+        assert list(read) == [id(param) for param in stepped.params]
         for velocity, want in zip(read.values(), wanted, strict=True):
             np.testing.assert_array_equal(velocity, want)
 
 
-def test_whoever_reads_a_copy_of_momentums_velocities_takes_nothing_away(queue: cl.CommandQueue) -> None:
-    loop = Loop(queue, MAKE["momentum"])
-    with amp.init():
-        loop.draw(absent=False)
-        loop.optimizer.step()
-        vel = loop.optimizer.vel
-        copied = [velocity.copy() for velocity in copy.copy(vel).values()]
-        assert all(velocity.any() for velocity in copied)
-        for velocity, want in zip(vel.values(), copied, strict=True):
-            np.testing.assert_array_equal(velocity, want)
-
-
-def test_momentums_velocities_are_saved_by_whoever_saves_them(queue: cl.CommandQueue, tmp_path: Path) -> None:
-    loop = Loop(queue, MAKE["momentum"])
-    with amp.init():
-        loop.draw(absent=False)
-        loop.optimizer.step()
-        amp.save_checkpoint(tmp_path / "run.npz", [], [], vel=loop.optimizer.vel)
-        loaded = amp.load_checkpoint(tmp_path / "run.npz", [], [])["vel"]
-    for saved, velocity in zip(loaded.values(), loop.optimizer.vel.values(), strict=True):
+def test_momentums_velocities_are_saved_by_whoever_saves_them(stepped: Loop, tmp_path: Path) -> None:
+    amp.save_checkpoint(tmp_path / "run.npz", [], [], vel=stepped.optimizer.vel)
+    loaded = amp.load_checkpoint(tmp_path / "run.npz", [], [])["vel"]
+    for saved, velocity in zip(loaded.values(), stepped.optimizer.vel.values(), strict=True):
         np.testing.assert_array_equal(saved, velocity)
 
 
-def test_momentums_velocities_stay_on_the_device(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop(queue, MAKE["momentum"])
-    with amp.init():
-        for _ in range(2):
-            loop.draw(absent=False)
-            loop.optimizer.step()
-        monkeypatch.setattr(transfer, "read", None)
-        monkeypatch.setattr(cl, "Buffer", None)
-        loop.optimizer.step()
+def test_momentums_velocities_stay_on_the_device(stepped: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "read", None)
+    monkeypatch.setattr(cl, "Buffer", None)
+    with steps_counted() as names:
+        stepped.optimizer.step()
+    assert names == ["update"]
 
 
 def test_what_a_user_writes_into_momentums_velocities_counts(queue: cl.CommandQueue) -> None:

@@ -397,7 +397,10 @@ def test_what_is_shown_is_the_own_signature_whatever_is_taken(how: str, casts: b
     def step(first: Any, second: int = 2, *, key: str = "k") -> Any:
         return first, second, key
 
+    handed: list[Any] = []
+
     def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handed[:] = instance, args, kwargs
         return wrapped(*args, **{name: x for name, x in kwargs.items() if name != "mode"}), kwargs.get("mode")
 
     shown = inspect.signature(step), inspect.getfullargspec(step)
@@ -412,6 +415,8 @@ def test_what_is_shown_is_the_own_signature_whatever_is_taken(how: str, casts: b
                 step(1, mode="m")  # type: ignore[call-arg]
         else:
             assert step(1, mode="m", key="x") == (alone, "m")  # type: ignore[call-arg]
+        if how == "bound":  # as a method is called, without its defaults
+            assert handed == [1, (), {"mode": "m", "key": "x"}]
     redirected.undo()
     assert vars(step) == {}
 

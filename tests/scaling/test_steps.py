@@ -22,7 +22,6 @@ from clamp import amp
 from clamp.bridge import Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
-from clamp.patching.redirect import Redirected
 from clamp.scaling import step_guard
 from tests.networks import batch, loss_of, mlp, scaled_backward, weights_of
 from tests.reference import to_device
@@ -449,36 +448,6 @@ def test_a_step_replaced_on_the_class_while_amp_is_active_is_guarded(
         mine = lambda self: original(self)  # noqa: E731
         monkeypatch.setattr(Adam, "step", mine)
         assert skips(handle, training, lambda: training.optimizer.step())
-
-
-def test_a_redirected_function_is_given_back() -> None:
-    class Counter:
-        def __init__(self, start: int) -> None:
-            self.count = start
-
-        def add(self, number: int = 1, *, twice: bool = False) -> int:
-            """Counts."""
-            self.count += number * (2 if twice else 1)
-            return self.count
-
-    seen = []
-
-    def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen.append((instance, args, kwargs))
-        return -wrapped(*args, **kwargs)
-
-    counter = Counter(1)
-    add, code, signature = counter.add, Counter.add.__code__, inspect.signature(Counter.add)
-    redirected = Redirected(Counter.add, wrapper, "bound")
-    redirected.put()
-    assert add(2, twice=True) == -5
-    assert add() == -6
-    assert seen == [(counter, (2,), {"twice": True}), (counter, (), {})]
-    assert (add.__doc__, add.__name__, inspect.signature(Counter.add)) == ("Counts.", "add", signature)
-    redirected.undo()
-    assert add() == 7
-    assert Counter.add.__code__ is code
-    assert not hasattr(Counter.add, "__wrapped__")
 
 
 def test_a_wrapper_kept_after_shutdown_says_so_on_entry(training: Training) -> None:
