@@ -444,6 +444,12 @@ def handle() -> Iterator[amp.AmpHandle]:
 
 
 @pytest.fixture
+def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
+    """Two queues of the device under test, in one context."""
+    return [queue, cl.CommandQueue(queue.context, queue.device)]
+
+
+@pytest.fixture
 def task(queue: cl.CommandQueue) -> Task:
     """A weight whose gradients are known."""
     return Task(queue)

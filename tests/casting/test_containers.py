@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -105,6 +106,10 @@ def put_item(key: Any) -> Callable[[Any, Any], None]:
     return lambda c, value: c.__setitem__(key, value)
 
 
+def put_attribute(name: str) -> Callable[[Any, Any], None]:
+    return lambda c, value: setattr(c, name, value)
+
+
 def by_key(make: Callable[[Any], Any]) -> Kind:
     return Kind(make, item("x"), put_item("h"), item("h"))
 
@@ -121,11 +126,9 @@ MUTABLE: dict[str, Kind] = {
     "UserDict": by_key(lambda x: UserDict(x=x)),
     "derived dict": by_key(lambda x: Batch(x=x)),
     "bunch": by_key(lambda x: Bunch(x=x)),
-    "bunch, by attribute": Kind(
-        lambda x: Bunch(x=x), lambda c: c.x, lambda c, value: setattr(c, "h", value), item("h")
-    ),
+    "bunch, by attribute": Kind(lambda x: Bunch(x=x), attrgetter("x"), put_attribute("h"), item("h")),
     "attribute of a derived dict": Kind(
-        lambda x: Batch(x=x), lambda c: c.x, lambda c, value: setattr(c, "h", value), lambda c: vars(c)["h"]
+        lambda x: Batch(x=x), attrgetter("x"), put_attribute("h"), lambda c: vars(c)["h"]
     ),
     "default of a defaultdict": Kind(
         lambda x: defaultdict(list, x=x), item("x"), lambda c, value: c["h"].append(value), lambda c: c["h"][0]
@@ -134,25 +137,18 @@ MUTABLE: dict[str, Kind] = {
     "deque": by_place(lambda x: deque([x], maxlen=3)),
     "UserList": by_place(lambda x: UserList([x])),
     "derived list": by_place(lambda x: Named("n", [x])),
-    "attribute of a derived list": Kind(
-        lambda x: Named("n", [x]), item(0), lambda c, value: setattr(c, "name", value), lambda c: c.name
-    ),
+    "attribute of a derived list": Kind(lambda x: Named("n", [x]), item(0), put_attribute("name"), attrgetter("name")),
     "list, an item replaced": Kind(lambda x: [x, 0], item(0), put_item(1), item(1)),
     "list, an item put first": Kind(lambda x: [x], item(0), lambda c, value: c.insert(0, value), item(0)),
-    "dataclass": Kind(lambda x: Data(x), lambda c: c.x, lambda c, value: setattr(c, "h", value), lambda c: c.h),
+    "dataclass": Kind(lambda x: Data(x), attrgetter("x"), put_attribute("h"), attrgetter("h")),
     "dict in a dataclass": Kind(
-        lambda x: Data(0, more={"x": x}),
-        lambda c: c.more["x"],
-        lambda c, value: c.more.update(h=value),
-        lambda c: c.more["h"],
+        lambda x: Data(0, more={"x": x}), lambda c: c.more["x"], lambda c, v: c.more.update(h=v), lambda c: c.more["h"]
     ),
     "dict in a frozen dataclass": Kind(
         lambda x: Frozen(x, {"x": x}), lambda c: c.more["x"], lambda c, v: c.more.update(h=v), lambda c: c.more["h"]
     ),
-    "dict that is a dataclass": Kind(lambda x: Output(x), lambda c: c.x, put_item("h"), item("h")),
-    "SimpleNamespace": Kind(
-        lambda x: SimpleNamespace(x=x), lambda c: c.x, lambda c, value: setattr(c, "h", value), lambda c: c.h
-    ),
+    "dict that is a dataclass": Kind(lambda x: Output(x), attrgetter("x"), put_item("h"), item("h")),
+    "SimpleNamespace": Kind(lambda x: SimpleNamespace(x=x), attrgetter("x"), put_attribute("h"), attrgetter("h")),
     "list in a tuple": Kind(lambda x: (0, [x]), lambda c: c[1][0], lambda c, v: c[1].append(v), lambda c: c[1][-1]),
     "dict in a namedtuple": Kind(
         lambda x: Pair(x, {"x": x}), lambda c: c.rest["x"], lambda c, v: c.rest.update(h=v), lambda c: c.rest["h"]

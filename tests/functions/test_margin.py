@@ -116,6 +116,19 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+def value_and_gradient(
+    queue: cl.CommandQueue, loss: Callable[..., Any], host: list[np.ndarray[Any, Any]], dtype: str
+) -> tuple[float, np.ndarray[Any, Any]]:
+    """A loss of embeddings that are stored in the AMP dtype, and the gradient of the first of them."""
+    with amp.init(dtype=dtype, loss_scale=1.0):
+        embeddings = [leaf(queue, values, dtype) for values in host]
+        made = loss(*embeddings)
+        Tape().backward(made)
+        gradient = embeddings[0].value.grad
+        assert gradient.dtype == dtype
+        return to_numpy(made.value).item(), to_numpy(gradient)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_self_supervised_losses_train_on_halves(queue: cl.CommandQueue, name: str) -> None:
     """On 16-bit embeddings each agrees with itself on the same values in float32."""
@@ -123,16 +136,8 @@ def test_self_supervised_losses_train_on_halves(queue: cl.CommandQueue, name: st
     host = [rng.standard_normal((5, 6)) for _ in range(3)]
     for dtype in HALF_DTYPES:
         rounded = [to_numpy(to_device(queue, values, dtype)) for values in host]
-        found = []
-        for amp_dtype, storage in (("float32", "float32"), (dtype, dtype)):
-            with amp.init(dtype=amp_dtype, loss_scale=1.0):
-                embeddings = [leaf(queue, values, storage) for values in rounded]
-                loss = LOSSES[name](*embeddings)
-                Tape().backward(loss)
-                gradient = embeddings[0].value.grad
-                assert gradient.dtype == storage
-                found.append((to_numpy(loss.value).item(), to_numpy(gradient)))
-        (value, gradient), (half_value, half_gradient) = found
+        value, gradient = value_and_gradient(queue, LOSSES[name], rounded, "float32")
+        half_value, half_gradient = value_and_gradient(queue, LOSSES[name], rounded, dtype)
         assert half_value == pytest.approx(value, rel=ROUGH[dtype])
         np.testing.assert_allclose(half_gradient, gradient, atol=ROUGH[dtype] * np.abs(gradient).max())
 
@@ -176,14 +181,8 @@ def test_products_of_a_loss_may_be_beyond_half(queue: cl.CommandQueue, name: str
     """What they are divided by comes after them."""
     rng = np.random.default_rng(7)
     host = [np.float16(200 * rng.standard_normal((40, 8))).astype(np.float32) for _ in range(3)]
-    found = []
-    for dtype in ("float32", "float16"):
-        with amp.init(dtype=dtype, loss_scale=1.0):
-            embeddings = [leaf(queue, values, dtype) for values in host]
-            loss = LARGE[name](*embeddings)
-            Tape().backward(loss)
-            found.append((to_numpy(loss.value).item(), to_numpy(embeddings[0].value.grad)))
-    (value, gradient), (half_value, half_gradient) = found
+    value, gradient = value_and_gradient(queue, LARGE[name], host, "float32")
+    half_value, half_gradient = value_and_gradient(queue, LARGE[name], host, "float16")
     assert half_value == pytest.approx(value, rel=1e-5)
     np.testing.assert_allclose(half_gradient, gradient, atol=2e-3 * np.abs(gradient).max() + 2.0**-24)
 

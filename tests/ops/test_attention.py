@@ -14,7 +14,7 @@ from clamp.opencl.device import capabilities
 from clamp.ops import attention as package
 from clamp.ops.attention import attention, attention_backward, attention_decode, problem
 from clamp.ops.attention.matrix_units import MMA
-from tests.reference import HALF_DTYPES, assert_close, quantize, to_device, to_numpy
+from tests.reference import HALF_DTYPES, assert_close, assert_same, quantize, to_device, to_numpy
 from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
@@ -108,6 +108,16 @@ def normal(queue: cl.CommandQueue, seed: int, shape: tuple[int, ...], *dtypes: s
     return [to_device(queue, rng.standard_normal(shape), dtype) for dtype in dtypes]
 
 
+def computed(
+    tensors: list[Tensor], causal: bool = False, scale: float | None = None, out_dtype: str = "float32",
+    grad_dtypes: tuple[str, str, str] = ("float32",) * 3,
+) -> list[Tensor]:  # fmt: skip
+    """Result, logarithms of the sums, and the gradients of q, k and v for a gradient of the result."""
+    q, k, v, g = tensors
+    out, lse = attention(q, k, v, causal, scale, out_dtype=out_dtype)
+    return [out, lse, *attention_backward(q, k, v, lse, g, causal, scale, out_dtypes=grad_dtypes)]
+
+
 def check(
     tensors: list[Tensor], causal: bool, scale: float | None, out_dtype: str, grad_dtypes: tuple[str, str, str],
     reference: type[Reference] | None = None,
@@ -115,12 +125,11 @@ def check(
     q, k, v, g = tensors
     if reference is None:  # NVIDIA's matrix units round weights and slopes
         reference = rounded(q.dtype) if q.dtype in HALF_DTYPES and MMA.verified_plans(q.queue) else Reference
-    out, lse = attention(q, k, v, causal, scale, out_dtype=out_dtype)
+    out, lse, *grads = computed(tensors, causal, scale, out_dtype, grad_dtypes)
     used = q.shape[3] ** -0.5 if scale is None else scale
     expected = reference(to_numpy(q), to_numpy(k), to_numpy(v), causal, used)
     assert_close(out, expected.out, slack=expected.out_slack)
     assert_close(lse, expected.lse, slack=expected.lse_slack)
-    grads = attention_backward(q, k, v, lse, g, causal, scale, out_dtypes=grad_dtypes)
     for grad, (want, slack) in zip(grads, expected.gradients(to_numpy(g)), strict=True):
         assert_close(grad, want, slack=slack)
 
@@ -169,14 +178,8 @@ def test_every_shape(queue: cl.CommandQueue, plan: str, length: int, width: int)
 
 @pytest.mark.simulated_elsewhere
 def test_the_same_input_gives_the_same_bits(queue: cl.CommandQueue, simulated: bool, plan: str) -> None:
-    q, k, v, g = normal(queue, 5, (1, 1, 20 if simulated else 200, 8), *["float16"] * 4)
-    results = []
-    for _ in range(2):
-        out, lse = attention(q, k, v, True, None, out_dtype="float16")
-        grads = attention_backward(q, k, v, lse, g, True, None, out_dtypes=("float32",) * 3)
-        results.append([to_numpy(x) for x in (out, lse, *grads)])
-    for first, second in zip(*results, strict=True):
-        np.testing.assert_array_equal(first, second)
+    tensors = normal(queue, 5, (1, 1, 20 if simulated else 200, 8), *["float16"] * 4)
+    assert_same(*(map(to_numpy, computed(tensors, True, out_dtype="float16")) for _ in range(2)))
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
@@ -185,11 +188,10 @@ def test_the_same_input_gives_the_same_bits(queue: cl.CommandQueue, simulated: b
 def test_large_scores(queue: cl.CommandQueue, plan: str, dtype: str) -> None:
     # Scores of +-65504 times 1, 2 and -1: the weights are exactly 0 and 1, or halves where two scores are equal.
     q, k, v = np.full((1, 1, 4, 1), 65504.0), np.array([1.0, 2.0, -1.0, 2.0]), np.array([3.0, 5.0, 7.0, 9.0])
-    tensors = [to_device(queue, x.reshape(1, 1, 4, 1), dtype) for x in (q, k, v)]
-    out, lse = attention(*tensors, True, 1.0, out_dtype=dtype)
+    tensors = [to_device(queue, x.reshape(1, 1, 4, 1), dtype) for x in (q, k, v, v)]
+    out, lse, *grads = computed(tensors, True, 1.0, dtype)
     np.testing.assert_array_equal(to_numpy(out).ravel(), [3, 5, 5, 7])
     np.testing.assert_allclose(to_numpy(lse).ravel(), [65504, 131008, 131008, 131008 + np.log(2)], rtol=1e-7)
-    grads = attention_backward(*tensors, lse, tensors[2], True, 1.0, out_dtypes=("float32",) * 3)  # type: ignore[call-arg]
     assert all(np.isfinite(to_numpy(grad)).all() for grad in grads)
 
 
@@ -231,20 +233,15 @@ def check_a_query_without_keys(queue: cl.CommandQueue, dtype: str) -> None:
     q, v, g = normal(queue, 6, (1, 1, 3, 2), *[dtype] * 3)
     k = to_device(queue, np.full((1, 1, 3, 2), -1e38), dtype)
     q = to_device(queue, np.abs(to_numpy(q)) * 1e2 + 1e2, dtype)
-    out, lse = attention(q, k, v, True, 1.0, out_dtype="float32")
-    np.testing.assert_array_equal(to_numpy(out), 0)
-    for grad in attention_backward(q, k, v, lse, g, True, 1.0, out_dtypes=("float32",) * 3):
-        np.testing.assert_array_equal(to_numpy(grad), 0)
+    out, _, *grads = computed([q, k, v, g], True, 1.0)
+    for each in (out, *grads):
+        np.testing.assert_array_equal(to_numpy(each), 0)
 
 
 def test_empty(queue: cl.CommandQueue) -> None:
     for shape in ((0, 2, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)):
-        tensors = normal(queue, 0, shape, *["float16"] * 4)
-        out, lse = attention(*tensors[:3], True, None, out_dtype="float16")
-        assert out.shape == shape
-        assert lse.shape == shape[:3]
-        grads = attention_backward(*tensors[:3], lse, tensors[3], True, None, out_dtypes=("float32",) * 3)  # type: ignore[call-arg]
-        assert [grad.shape for grad in grads] == [shape] * 3
+        found = computed(normal(queue, 0, shape, *["float16"] * 4), True, out_dtype="float16")
+        assert [x.shape for x in found] == [shape, shape[:3], *[shape] * 3]
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)

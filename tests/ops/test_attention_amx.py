@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import pyopencl as cl
 import pytest
 
@@ -14,9 +13,9 @@ from clamp.ops import attention as ops
 from clamp.ops.attention import amx, blocked
 from clamp.ops.engine import always
 from tests.mutants import write_wrong
-from tests.ops.test_attention import check, check_rows_of_nothing_but_minus_infinity_and_nans, normal
+from tests.ops.test_attention import check, check_rows_of_nothing_but_minus_infinity_and_nans, computed, normal
 from tests.ops.test_attention_matrix_units import rounded
-from tests.reference import to_device, to_numpy
+from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.kernel
 
@@ -82,19 +81,10 @@ def test_what_is_not_finite_reaches_the_same_gradients(
     """As in register tiles: rows that pad a tile have no part in it."""
     arrays = [np.abs(to_numpy(x)) for x in normal(queue, 5, (1, 2, 3, 4), *BFLOAT16)]
     arrays[which][0, 1, 1, 2] = value
-    q, k, v, g = (to_device(queue, x, "bfloat16") for x in arrays)
-
-    def gradients() -> list[npt.NDArray[np.float32]]:
-        out, lse = ops.attention(q, k, v, False, None, out_dtype="float32")
-        return [
-            to_numpy(x)
-            for x in (out, *ops.attention_backward(q, k, v, lse, g, False, None, out_dtypes=("float32",) * 3))
-        ]
-
-    found = gradients()
+    tensors = [to_device(queue, x, "bfloat16") for x in arrays]
+    found = computed(tensors)
     monkeypatch.setattr(ops, "ENGINES", (blocked,))
-    for ours, theirs in zip(found, gradients(), strict=True):
-        np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
+    assert_same(*([np.isfinite(to_numpy(x)) for x in (out, *grads)] for out, _, *grads in (found, computed(tensors))))
 
 
 @pytest.mark.unsimulated
@@ -102,22 +92,16 @@ def test_what_is_not_finite_reaches_the_same_gradients(
 def test_slopes_beyond_floats_are_infinite(queue: cl.CommandQueue) -> None:
     ones = np.ones((1, 1, 2, 4))
     arrays = ones * 1e-19, ones * 1e-18, ones * [[[[40], [1]]]], ones * 40
-    q, k, v, g = (to_device(queue, x, "bfloat16") for x in arrays)
-    _, lse = ops.attention(q, k, v, False, 1e37, out_dtype="float32")
-    _, dk, _ = ops.attention_backward(q, k, v, lse, g, False, 1e37, out_dtypes=("float32",) * 3)
+    *_, dk, _ = computed([to_device(queue, x, "bfloat16") for x in arrays], scale=1e37)
     np.testing.assert_array_equal(to_numpy(dk), ones * [[[[np.inf], [-np.inf]]]])
 
 
 def test_the_unit_has_the_bits_of_plain_c(amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, g = normal(amx_queue, 6, (1, 3, 150, 40), *BFLOAT16)
-    found = []
+    tensors, found = normal(amx_queue, 6, (1, 3, 150, 40), *BFLOAT16), []
     for emulate in (False, True):
         monkeypatch.setattr(ops, "ENGINES", (Always(emulate),))
-        out, lse = ops.attention(q, k, v, True, None, out_dtype="float32")
-        grads = ops.attention_backward(q, k, v, lse, g, True, None, out_dtypes=("float32",) * 3)
-        found.append([to_numpy(x).view(np.uint32) for x in (out, lse, *grads)])
-    for ours, plain in zip(*found, strict=True):
-        np.testing.assert_array_equal(ours, plain)
+        found.append([to_numpy(x).view(np.uint32) for x in computed(tensors, True)])
+    assert_same(*found)
 
 
 #: what is wrong, and the pieces of the kernel's source

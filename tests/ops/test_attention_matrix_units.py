@@ -107,12 +107,8 @@ def test_special_values(queue: cl.CommandQueue, emulate: Callable[..., None], dt
     # What a query with a NaN adds to gradients reaches those that it sees (and keys of its block, as 0 times NaN).
     q, k, v, g = (np.ones((1, 1, 40, 3)) for _ in range(4))
     q[0, 0, 35] = np.nan
-    tensors = [to_device(queue, x, dtype) for x in (q, k, v, g)]
-    _, lse = ops.attention(*tensors[:3], True, None, out_dtype=dtype)
-    dq, dk, dv = (
-        to_numpy(x)[0, 0, :, 0]
-        for x in ops.attention_backward(*tensors[:3], lse, tensors[3], True, None, out_dtypes=(dtype,) * 3)  # type: ignore[call-arg]
-    )
+    found = test_attention.computed([to_device(queue, x, dtype) for x in (q, k, v, g)], True, None, dtype, (dtype,) * 3)
+    dq, dk, dv = (to_numpy(x)[0, 0, :, 0] for x in found[2:])
     np.testing.assert_array_equal(np.isnan(dq), np.arange(40) == 35)
     np.testing.assert_array_equal(np.isnan(dv), np.arange(40) <= 35)
     assert np.isnan(dk[:36]).all()
@@ -141,8 +137,7 @@ def test_infinite_slopes_are_not_hidden(queue: cl.CommandQueue, emulate: Callabl
     q, k, v, g = (to_numpy(x) for x in normal(queue, 8, (1, 1, 40, 16), *["float16"] * 4))
     g[0, 0, 7, 3] = np.inf
     tensors = [to_device(queue, x, "float16") for x in (q, k, v, g)]
-    _, lse = ops.attention(*tensors[:3], False, None, out_dtype="float16")
-    dq, dk, dv = ops.attention_backward(*tensors[:3], lse, tensors[3], False, None, out_dtypes=("float16",) * 3)  # type: ignore[call-arg]
+    _, _, dq, dk, dv = test_attention.computed(tensors, False, None, "float16", ("float16",) * 3)
     np.testing.assert_array_equal(np.isfinite(to_numpy(dq)).all(-1)[0, 0], np.arange(40) != 7)
     assert not np.isfinite(to_numpy(dk)).any()
     np.testing.assert_array_equal(np.isfinite(to_numpy(dv)).all((0, 1, 2)), np.arange(16) != 3)

@@ -38,12 +38,6 @@ ROWS = 8
 # ---------------------------------------------------------------------------------------------- several queues
 
 
-@pytest.fixture
-def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
-    """Two queues of the device under test."""
-    return [queue, cl.CommandQueue(queue.context, queue.device)]
-
-
 def parameters(queue: cl.CommandQueue) -> list[Parameter]:
     rng = np.random.default_rng(0)
     shapes = [WIDTHS[:2], WIDTHS[1:]]

@@ -320,11 +320,6 @@ def test_a_pass_inside_of_another_ends_with_what_was_there_before(
 # ---------------------------------------------------------------------------------------------- several queues
 
 
-@pytest.fixture
-def queues(queue: cl.CommandQueue) -> list[cl.CommandQueue]:
-    return [queue, cl.CommandQueue(queue.context, queue.device)]
-
-
 def states(handle: Any, optimizers: list[Any]) -> list[Any]:
     """The state of the loss scale on the queue of each optimizer's parameters."""
     return [next(iter(handle._scaling.guard(optimizer).pending)).read() for optimizer in optimizers]
