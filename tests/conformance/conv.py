@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.table import Array, Case, Normal, Op
+from tests.conformance.table import Array, Case, Normal, Op, Reference
 
 Pair = int | tuple[int, int]  # of the rows and of the columns, or one for both
 
@@ -54,17 +54,14 @@ def conv_transpose2d(x: Array, w: Array, bias: Array | None = None, stride: Pair
     return out if bias is None else out + bias[:, None, None]
 
 
-def _terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
-    return w[0].size + 1, conv2d(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), **window)
+def _terms_of(reference: Reference) -> Reference:
+    """How many terms a convolution adds up (a transposed one as many as all filters have), and their magnitudes."""
 
+    def terms(x: Array, w: Array, bias: Array | None = None, *window: int, **named: Any) -> tuple[float, Array]:
+        size = w.size if reference is conv_transpose2d else w[0].size
+        return size + 1, reference(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), *window, **named)
 
-def _depthwise_terms(x: Array, w: Array, bias: Array | None = None, *window: int, **named: int) -> tuple[float, Array]:
-    offset = None if bias is None else np.abs(bias)
-    return w[0].size + 1, depthwise_conv2d(np.abs(x), np.abs(w), offset, *window, **named)
-
-
-def _transposed_terms(x: Array, w: Array, bias: Array | None = None, **window: Any) -> tuple[float, Array]:
-    return w.size + 1, conv_transpose2d(np.abs(x), np.abs(w), None if bias is None else np.abs(bias), **window)
+    return terms
 
 
 OPS = [
@@ -79,22 +76,22 @@ OPS = [
         Case(Normal(1, 1, 7, 1), Normal(2, 1, 3, 1), stride=4, pad=3),
         Case(Normal(1, 2, 5, 7), Normal(3, 2, 2, 3), stride=(2, 1), pad=(0, 2), dilation=(1, 3)),
         Case(Normal(1, 4, 6, 5), Normal(4, 2, 3, 2), stride=(1, 3), pad=(2, 0), dilation=(2, 1), groups=2),
-    ], terms=_terms),
+    ], terms=_terms_of(conv2d)),
     Op("netcl.autograd.conv2d_relu", conv2d_relu, [
         Case(Normal(2, 2, 4, 5), Normal(3, 2, 3, 3), bias=Normal(3).aside(), pad=1),
         Case(Normal(1, 3, 5, 5), Normal(4, 3, 3, 3), stride=2),
-    ], terms=_terms),
+    ], terms=_terms_of(conv2d)),
     Op("netcl.autograd.depthwise_conv2d", depthwise_conv2d, [
         Case(Normal(2, 3, 5, 7), Normal(3, 1, 3, 3), bias=Normal(3).aside(), stride=1, pad=1),
         Case(Normal(2, 2, 8, 9), Normal(2, 1, 3, 3), stride=2, pad=1),
         Case(Normal(1, 2, 6, 7), Normal(2, 1, 2, 5), Normal(2).aside(), pad=3),
         Case(Normal(1, 2, 9, 10), Normal(2, 1, 3, 3), stride=3),
-    ], terms=_depthwise_terms),
+    ], terms=_terms_of(depthwise_conv2d)),
     Op("netcl.autograd.conv_transpose2d", conv_transpose2d, [
         Case(Normal(2, 3, 3, 4), Normal(3, 2, 3, 3), bias=Normal(2).aside(), stride=2, pad=1),
         Case(Normal(1, 2, 3, 3), Normal(2, 3, 4, 4), stride=3),
         Case(Normal(1, 2, 4, 3), Normal(2, 1, 2, 2), bias=Normal(1).aside()),
         Case(Normal(2, 3, 5, 1), Normal(3, 2, 2, 2), stride=5),
         Case(Normal(1, 2, 3, 4), Normal(2, 3, 3, 2), stride=(1, 2), pad=(1, 0)),
-    ], terms=_transposed_terms),
+    ], terms=_terms_of(conv_transpose2d)),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,18 +191,14 @@ def _windows(x: Array, g: Array, pad: int) -> Any:
     return {(i, j): x[:, :, i : i + h, j : j + w] for i in range(3) for j in range(3)}
 
 
-def _conv(g: Array, x: Array, w: Array, b: Array, pad: int = 0) -> tuple[None, Expected]:
+def _conv(g: Array, x: Array, w: Array, b: Array, pad: int = 0, spec: str = "nohw,nchw->oc") -> tuple[None, Expected]:
     grad = np.zeros(w.shape)
     for (i, j), window in _windows(x, g, pad).items():
-        grad[:, :, i, j] = np.einsum("nohw,nchw->oc", g, window)
+        grad[:, :, i, j] = np.einsum(spec, g, window).reshape(w.shape[:2])
     return None, (None, grad, g.sum((0, 2, 3)))
 
 
-def _depthwise(g: Array, x: Array, w: Array, b: Array, pad: int = 0) -> tuple[None, Expected]:
-    grad = np.zeros(w.shape)
-    for (i, j), window in _windows(x, g, pad).items():
-        grad[:, 0, i, j] = (g * window).sum((0, 2, 3))
-    return None, (None, grad, g.sum((0, 2, 3)))
+_depthwise = partial(_conv, spec="nchw,nchw->c")
 
 
 def _conv_transpose(g: Array, x: Array, w: Array, b: Array) -> tuple[None, Expected]:

@@ -8,6 +8,8 @@ import pytest
 
 from clamp.ops import launch
 from clamp.ops import loss_elementwise as ops
+from tests.conformance.activations import sigmoid
+from tests.conformance.loss import bce, logit_bce
 from tests.ops.plans import PLANS_AND_DTYPES, plans_of
 from tests.reference import STORAGE_DTYPES, assert_close, to_device, to_numpy
 
@@ -20,6 +22,13 @@ BETA = 0.7
 plan = plans_of(ops, launch)
 
 
+def smooth_l1(d: np.ndarray, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and slope of differences."""
+    beta = float(np.float32(beta))
+    near = np.abs(d) < beta
+    return np.where(near, d * d / (2 * beta), np.abs(d) - beta / 2), np.where(near, d / beta, np.sign(d))
+
+
 def pair_reference(kind: str, x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Loss and slope of each element."""
     d = x - t
@@ -27,14 +36,7 @@ def pair_reference(kind: str, x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray,
         return d * d, 2 * d
     if kind == "l1":
         return np.abs(d), np.sign(d)
-    beta = float(np.float32(BETA))
-    near = np.abs(d) < beta
-    return np.where(near, d * d / (2 * beta), np.abs(d) - beta / 2), np.where(near, d / beta, np.sign(d))
-
-
-def logit_bce_reference(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    sigmoid = 1 / (1 + np.exp(-x))
-    return np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x))), sigmoid - t
+    return smooth_l1(d, BETA)
 
 
 @pytest.mark.parametrize(("plan", "pred", "target"), PLANS_AND_DTYPES, indirect=["plan"])
@@ -67,7 +69,7 @@ def test_binary_cross_entropy(queue: cl.CommandQueue, pred: str, target: str, ou
         t = to_device(queue, rng.random(shape).round(1), target)
         g = to_device(queue, rng.standard_normal(shape), out)
         logits, targets, grad = to_numpy(x), to_numpy(t), to_numpy(g)
-        losses, slope = logit_bce_reference(logits, targets)
+        losses, slope = logit_bce(logits, targets), sigmoid(logits) - targets
         slack = 4 * EPS * (np.abs(logits) + 1)
         assert_close(ops.loss_terms("logit_bce", (x, t), out), losses, slack=slack)
         assert_close(ops.loss_gradient("logit_bce", (x, t), g, pred), slope * grad, slack=8 * EPS * np.abs(grad))
@@ -112,7 +114,7 @@ GAINS = (0.05, 0.01, 1.5, 2.0, 3.0, 1.0)  # of boxes: beta, reference area, gain
 def probability_bce_reference(p: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     held = np.clip(p, P_EPSILON, 1 - P_EPSILON)
     slope = np.where(held == p, (p - t) / (held * (1 - held)), 0)
-    return -(t * np.log(held) + (1 - t) * np.log1p(-held)), slope
+    return bce(p, t, P_EPSILON), slope
 
 
 def box_reference(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,10 +128,8 @@ def box_reference(x: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     area = np.maximum(t[:, 2] * t[:, 3], 1e-6)
     weight = (1 + area_gain * np.minimum(np.sqrt(area / area_ref), 6)) * (1 + miss_gain * miss * miss)
     weight = weight[:, None] * [center_gain, center_gain, size_gain, size_gain]
-    d = x - t
-    near = np.abs(d) < beta
-    loss = np.where(near, d * d / (2 * beta), np.abs(d) - beta / 2)
-    return weight * loss, weight * np.where(near, d / beta, np.sign(d))
+    loss, slope = smooth_l1(x - t, beta)
+    return weight * loss, weight * slope
 
 
 @pytest.mark.parametrize(
@@ -155,16 +155,14 @@ def test_weighted_losses_and_gradients(
         w, v = (to_device(queue, rng.uniform(0, 2, size), weight) for _ in range(2))
         ph, th, wh, vh = map(to_numpy, (p, t, w, v))
         beta = (0.3, 0, 0, 0)
-        near, d = np.abs(ph - th) < np.float32(0.3), ph - th
-        l1 = np.where(near, d * d / (2 * float(np.float32(0.3))), np.abs(d) - float(np.float32(0.3)) / 2)
-        l1_slope = np.where(near, d / float(np.float32(0.3)), np.sign(d))
-        bce, bce_slope = probability_bce_reference(ph, th)
+        l1, l1_slope = smooth_l1(ph - th, 0.3)
+        entropy, bce_slope = probability_bce_reference(ph, th)
         both = ops.detection_constants(0.3, P_EPSILON, 0.25, 2.0)
         operands, constants, terms, slope = {
             "weighted_smooth_l1": ((p, t, w), beta, wh * l1, wh * l1_slope),
-            "weighted_bce": ((p, t, w), ops.bce_constants(P_EPSILON), wh * bce, wh * bce_slope),
+            "weighted_bce": ((p, t, w), ops.bce_constants(P_EPSILON), wh * entropy, wh * bce_slope),
             "detection": (
-                (p, t, w, v), both, 0.25 * wh * bce + 2 * vh * l1, 0.25 * wh * bce_slope + 2 * vh * l1_slope,
+                (p, t, w, v), both, 0.25 * wh * entropy + 2 * vh * l1, 0.25 * wh * bce_slope + 2 * vh * l1_slope,
             ),
         }[kind]  # fmt: skip
         total = np.abs(terms).sum()

@@ -172,33 +172,23 @@ def test_a_step_of_several_launches_is_whole(queue: cl.CommandQueue, name: str, 
     assert place > 2
 
 
-def test_what_is_left_of_a_step_is_made_before_the_next_one(queue: cl.CommandQueue) -> None:
-    loop = Loop(queue, MAKE["adam"], [(2,)] * 120)
-    alone = Loop(queue, MAKE["adam"], [(2,)] * 120)
-    with amp.init(level="O1", check_finite=False):
-        for times in (0, 1000, 0):
-            while not (alone.draw(absent=False) & loop.draw(absent=False)):
-                pass
-            alone.optimizer.step()
-            with failing(1, times) as seen, pytest.raises(Fault) if times else nullcontext():
-                loop.optimizer.step()
-            assert seen[0] > 1
-    assert values_of(loop) == values_of(alone)
-    assert state_of(loop) == state_of(alone)
-
-
-@pytest.mark.parametrize("name", STEPPED_BY)
-def test_nothing_is_left_of_a_step_of_which_nothing_was_made(queue: cl.CommandQueue, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shapes", "place"), [("adam", [(2,)] * 120, 1), *((name, FEW, 0) for name in STEPPED_BY)], ids=str
+)
+def test_a_step_that_has_begun_is_made_before_the_next_and_one_that_has_not_is_gone(
+    queue: cl.CommandQueue, name: str, shapes: Shapes, place: int
+) -> None:
     """The gradients of the next one are others."""
-    alone, loop = (Loop(queue, STEPPED_BY[name], FEW) for _ in range(2))
+    alone, loop = (Loop(queue, STEPPED_BY[name], shapes) for _ in range(2))
     with amp.init(level="O1", check_finite=False):
         for fails in (False, True, False):
-            alone.draw(absent=False)
-            loop.draw(absent=False)
-            if not fails:
+            while not (alone.draw(absent=False) & loop.draw(absent=False)):
+                pass
+            if place or not fails:
                 alone.optimizer.step()
-            with failing(0, 1000 * fails), pytest.raises(Fault) if fails else nullcontext():
+            with failing(place, 1000 * fails) as seen, pytest.raises(Fault) if fails else nullcontext():
                 loop.optimizer.step()
+            assert seen[0] > place
     assert values_of(loop) == values_of(alone)
     assert state_of(loop) == state_of(alone)
 

@@ -135,23 +135,19 @@ def test_it_runs_and_what_it_calls_is_clamps(
         assert out.grad_fn.__module__.startswith("netcl.")
 
 
-def test_one_where_netcl_defines_the_function_stays_too(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "name", "wrap"), [(ops, "matmul_op", with_wraps), (ag, "matmul", in_a_closure)],
+    ids=["where netcl defines it", "an alias"],
+)  # fmt: skip
+def test_one_over_another_name_of_the_function_stays_too(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrap: Any
 ) -> None:
-    mine = with_wraps(ag.matmul_op)
-    monkeypatch.setattr(ops, "matmul_op", mine)
+    mine = wrap(ag.matmul_op)
+    monkeypatch.setattr(module, name, mine)
     with amp.init():
-        assert ops.matmul_op is mine
-        assert product(queue, ops.matmul_op).value.dtype == "float16"
+        assert getattr(module, name) is mine
+        assert product(queue, mine).value.dtype == "float16"
         assert product(queue, ag.matmul_op).value.dtype == "float16"
-    assert CALLS == ["matmul_op"]
-
-
-def test_an_alias_of_netcls_may_be_wrapped(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = in_a_closure(ag.matmul)
-    monkeypatch.setattr(ag, "matmul", mine)
-    with amp.init():
-        assert product(queue, ag.matmul).value.dtype == "float16"
     assert CALLS == ["matmul_op"]
 
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -296,27 +296,26 @@ def average(ranks: Ranks, param: Tensor) -> None:
         ranks.average([param], [to_device(param.queue, np.ones(4))], None)
 
 
-@pytest.mark.parametrize("interrupted", [1, 2, 3])
-def test_an_interrupted_rank_sends_what_the_others_wait_for(queue: cl.CommandQueue, interrupted: int) -> None:
-    param = to_device(queue, np.zeros(4))
-    with alone(interrupted) as (ranks, comm):
-        average(ranks, param)
-    assert comm.sent == ["header", "gradients", "averages"]
-    assert not comm.aborted
+def average_nothing(ranks: Ranks, param: Tensor) -> None:
+    with ranks.one_pass():
+        ranks.average([param], [None], None)
 
 
-def test_an_interrupt_beside_an_error_of_all_ranks_does_not_end_the_job(queue: cl.CommandQueue) -> None:
-    with alone(1) as (ranks, comm), ranks.one_pass():
-        ranks.average([to_device(queue, np.zeros(4))], [None], None)
-    assert comm.sent == ["header"]
-    assert not comm.aborted
+#: in which message a signal comes, what the rank does, and all that it has sent then
+INTERRUPTED: dict[str, tuple[int, Callable[[Ranks, Tensor], None], list[str]]] = {
+    **{f"average, message {number}": (number, average, ["header", "gradients", "averages"]) for number in (1, 2, 3)},
+    "broadcast": (1, lambda ranks, param: ranks.broadcast(param), ["header", "parameters"]),
+    "beside an error of all ranks": (1, average_nothing, ["header"]),
+}
 
 
-def test_an_interrupted_rank_broadcasts(queue: cl.CommandQueue) -> None:
-    with alone(1) as (ranks, comm):
-        ranks.broadcast(to_device(queue, np.zeros(4)))
-    assert comm.sent == ["header", "parameters"]
-    assert not comm.aborted
+@pytest.mark.parametrize("what", INTERRUPTED)
+def test_an_interrupted_rank_sends_what_the_others_wait_for(queue: cl.CommandQueue, what: str) -> None:
+    number, run, sent = INTERRUPTED[what]
+    with alone(number) as (ranks, comm):
+        run(ranks, to_device(queue, np.zeros(4)))
+    assert comm.sent == sent
+    assert not comm.aborted, "the job goes on"
 
 
 def test_a_second_interrupt_ends_the_job(queue: cl.CommandQueue, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,13 +130,19 @@ def test_gradients_of_a_scaled_pass_are_not_checked_again(training: Training, mo
     assert handle.last_step.stepped
 
 
-def test_a_gradient_that_a_user_adds_to_a_scaled_one_is_checked(training: Training) -> None:
+@pytest.mark.parametrize(("scaled", "then"), [(None, np.nan), (np.inf, 1.0)], ids=["bad", "good after a skip"])
+def test_a_gradient_that_a_user_puts_in_place_of_a_scaled_one_decides(
+    training: Training, scaled: float | None, then: float
+) -> None:
     handle = amp.init(loss_scale=1.0)
-    training.backward(handle)
-    param = training.optimizer.params[0]
-    param.grad = to_device(param.queue, np.full(param.shape, np.nan, np.float32))
+    training.backward(handle, scaled)
+    if scaled is not None:
+        training.optimizer.step()
+        assert not handle.last_step.stepped
+    for param in training.optimizer.params:
+        param.grad = to_device(param.queue, np.full(param.shape, then, np.float32))
     training.optimizer.step()
-    assert not handle.last_step.stepped
+    assert handle.last_step.stepped == (then == 1.0)
 
 
 def test_a_static_scale_that_is_too_large_is_called_so(training: Training) -> None:
@@ -489,15 +495,6 @@ def test_a_handle_kept_after_shutdown_says_so_whatever_else_is_wrong(
     handle.shutdown()
     with pytest.raises(RuntimeError, match=r"on an AMP handle that is shut down: call amp\.init"):
         AFTER_SHUTDOWN[call](handle, training.optimizer, loss)
-
-
-def test_a_skipped_step_is_over_with(training: Training) -> None:
-    handle = amp.init(loss_scale=1.0)
-    training.step(handle, np.inf)
-    for param in training.optimizer.params:
-        param.grad = to_device(param.queue, np.ones(param.shape, np.float32))
-    training.optimizer.step()
-    assert handle.last_step.stepped
 
 
 def test_only_skips_in_a_row_at_the_floor_raise(training: Training) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -160,29 +160,28 @@ def test_clipping_and_writes_elsewhere_cost_no_further_look(
 # ---------------------------------------------------------------------------------------------- no backward
 
 
-def test_a_forgotten_outer_backward_is_refused(task: Task, handle: amp.AmpHandle) -> None:
-    with (
-        pytest.raises(RuntimeError, match="scaled_loss"),
-        handle.scale_loss(task.loss(), task.optimizer),
-        handle.scale_loss(task.loss(2.0), task.optimizer) as inner,
-    ):
-        inner.backward()
+#: what is done inside of the with, and what is said of it
+REFUSED: dict[str, tuple[Callable[[Task, Any, Any], object], str]] = {
+    "another pass alone": (lambda task, handle, scaled_loss: task.backward(handle, 2.0), "scaled_loss"),
+    "a GradScaler's backward": (
+        lambda task, handle, scaled_loss: amp.GradScaler(8.0).scale(task.loss(2.0)).backward(), "scaled_loss"
+    ),
+    "gradients are cleared": (
+        lambda task, handle, scaled_loss: (scaled_loss.backward(), task.optimizer.zero_grad()),
+        "not cleared after backward",
+    ),
+    "AMP ends": (lambda task, handle, scaled_loss: (scaled_loss.backward(), handle.shutdown()), "shut down inside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_leaves_a_scaled_loss_without_its_gradients_is_refused(
+    task: Task, handle: amp.AmpHandle, what: str
+) -> None:
+    run, message = REFUSED[what]
+    with pytest.raises(RuntimeError, match=message), handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
+        run(task, handle, scaled_loss)
     assert task.weight.grad is None
-
-
-def test_a_grad_scalers_backward_inside_is_none_of_the_scaled_loss(task: Task, handle: amp.AmpHandle) -> None:
-    scaler = amp.GradScaler(8.0)
-    with pytest.raises(RuntimeError, match="scaled_loss"), handle.scale_loss(task.loss(), task.optimizer):
-        scaler.scale(task.loss(2.0)).backward()
-
-
-def test_gradients_cleared_after_backward_are_told_apart_from_none(task: Task, handle: amp.AmpHandle) -> None:
-    with (  # noqa: PT012
-        pytest.raises(RuntimeError, match="not cleared after backward"),
-        handle.scale_loss(task.loss(), task.optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        task.optimizer.zero_grad()
 
 
 def test_a_step_without_any_gradient_is_no_step(task: Task, handle: amp.AmpHandle) -> None:
@@ -312,16 +311,6 @@ def test_a_with_that_another_thread_ends_leaves_no_pass_behind(task: Task, handl
 
 
 # ---------------------------------------------------------------------------------------------- the end of AMP
-
-
-def test_a_shutdown_inside_the_with_says_so(task: Task, handle: amp.AmpHandle) -> None:
-    with (  # noqa: PT012
-        pytest.raises(RuntimeError, match="shut down inside"),
-        handle.scale_loss(task.loss(), task.optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        handle.shutdown()
-    assert task.weight.grad is None
 
 
 @pytest.mark.parametrize("size", [1.0, TOO_LARGE])
