@@ -172,13 +172,12 @@ def test_a_step_of_several_launches_is_whole(queue: cl.CommandQueue, name: str, 
     assert place > 2
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes", "place"), [("adam", [(2,)] * 120, 1), *((name, FEW, 0) for name in STEPPED_BY)], ids=str
-)
+@pytest.mark.parametrize("step", [("adam", [(2,)] * 120, 1), *((name, FEW, 0) for name in STEPPED_BY)], ids=str)
 def test_a_step_that_has_begun_is_made_before_the_next_and_one_that_has_not_is_gone(
-    queue: cl.CommandQueue, name: str, shapes: Shapes, place: int
+    queue: cl.CommandQueue, step: tuple[str, Shapes, int]
 ) -> None:
     """The gradients of the next one are others."""
+    name, shapes, place = step
     alone, loop = (Loop(queue, STEPPED_BY[name], shapes) for _ in range(2))
     with amp.init(level="O1", check_finite=False):
         for fails in (False, True, False):

@@ -262,18 +262,17 @@ MOVED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("loop", "optimizer"),
-    [
-        *product(RUN, [_SGD]),
-        *product((plain, gan, gan_generator_first, graph_of_another_optimizer), [UsersSGD]),
-    ],
-)
+STEPPED = [
+    *product(RUN, [_SGD]), *product((plain, gan, gan_generator_first, graph_of_another_optimizer), [UsersSGD])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", STEPPED, ids=lambda run: f"{run[0].__name__}-{getattr(run[1], '__name__', 'SGD')}")
 def test_a_loop_runs_as_where_graphs_are_kept(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, loop: Loop, optimizer: Callable[..., Any]
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, run: tuple[Loop, Callable[..., Any]]
 ) -> None:
     """Optimizers of the users count from their first step on: what they hold is looked for."""
-    numbers = []
+    (loop, optimizer), numbers = run, []
     for kept in (False, True):
         with monkeypatch.context() as patch:
             if kept:
