@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -42,11 +42,8 @@ def here() -> str | None:
 
 def elsewhere() -> str | None:
     """The same in another thread."""
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(here()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(here).result()
 
 
 def within(region: Region, ask: Callable[[], str | None] = here) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 
 from clamp.bridge import Tensor
 from clamp.ops import grid as ops
-from tests.conformance.spatial import coordinates
+from tests.conformance.spatial import coordinates, pixel
 from tests.ops.plans import plans_of
 from tests.reference import assert_close, to_device, to_numpy
 
@@ -34,20 +34,14 @@ SHAPES = [
 plan = plans_of(ops)
 
 
-def pixels(coordinates: Array, size: int, align: bool) -> tuple[Array, float]:
-    """Coordinates as numbers of pixels, and the derivative."""
-    if align:
-        return (coordinates + 1) / 2 * (size - 1), (size - 1) / 2
-    return ((coordinates + 1) * size - 1) / 2, size / 2
-
-
 def reference(x: Array, grid: Array, g: Array, padding: str, align: bool) -> tuple[Array, ...]:
     """Result, both gradients, and for each the sum of the magnitudes of its terms (weights counted as one)."""
     n, _, h, w = x.shape
     out, terms = np.zeros(g.shape), np.zeros(g.shape)
     dx, dx_terms, dgrid, dgrid_terms = np.zeros(x.shape), np.zeros(x.shape), np.zeros(grid.shape), np.zeros(grid.shape)
     for b, i, j in np.ndindex(n, *grid.shape[1:3]):
-        (u, du), (v, dv) = pixels(grid[b, i, j, 0], w, align), pixels(grid[b, i, j, 1], h, align)
+        u, v = pixel(grid[b, i, j, 0], w, align), pixel(grid[b, i, j, 1], h, align)
+        du, dv = ((extent - align) / 2 for extent in (w, h))
         left, top = int(np.floor(u)), int(np.floor(v))
         fu, fv = u - left, v - top
         gradient = g[b, :, i, j]

@@ -9,6 +9,7 @@ import pytest
 
 from clamp.ops import launch, pool
 from clamp.ops.pool import elements
+from tests.conformance.pool import windows
 from tests.ops.plans import plans_of
 from tests.reference import SPECIAL, STORAGE_DTYPES, assert_close, quantize, to_device, to_numpy
 
@@ -42,11 +43,6 @@ PLANS = ["own plan", "other plan"]
 plan = plans_of(pool, launch)
 
 
-def view_windows(x: Array, size: int, stride: int) -> Array:
-    """(N, C, OH, OW, size, size)"""
-    return np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))[:, :, ::stride, ::stride]
-
-
 def scatter(shape: tuple[int, ...], shares: Array, stride: int) -> Array:
     """What each element gets from all windows; ``shares`` is (N, C, OH, OW, size, size)."""
     grad = np.zeros(shape)
@@ -59,7 +55,7 @@ def scatter(shape: tuple[int, ...], shares: Array, stride: int) -> Array:
 
 
 def max_pool_gradient(x: Array, grad: Array, size: int, stride: int) -> Array:
-    taps = view_windows(x, size, stride).reshape(*grad.shape, -1)
+    taps = windows(x, size, stride).reshape(*grad.shape, -1)
     shares = grad[..., None] * (np.arange(size * size) == taps.argmax(-1)[..., None])
     return scatter(x.shape, shares.reshape(*grad.shape, size, size), stride)
 
@@ -70,7 +66,7 @@ def test_pooling(
     queue: cl.CommandQueue, plan: None, shape: tuple[int, ...], size: int, stride: int, dtype: str
 ) -> None:
     x = to_device(queue, np.random.default_rng(0).standard_normal(shape), dtype)
-    taps = view_windows(to_numpy(x), size, stride)
+    taps = windows(to_numpy(x), size, stride)
     assert_close(pool.max_pool2d(x, size, stride, out_dtype=dtype), taps.max((-1, -2)), ulps=0)
     slack = (2 + size**2) * 2.0**-24 * np.abs(taps).mean((-1, -2))
     assert_close(pool.avg_pool2d(x, size, stride, out_dtype=dtype), taps.mean((-1, -2)), slack=slack)
@@ -84,7 +80,7 @@ def test_gradients(
     gradient, target = GRADIENTS[source]
     rng = np.random.default_rng(1)
     x = to_device(queue, rng.integers(-4, 4, shape), source)  # many ties
-    out_shape = view_windows(to_numpy(x), size, stride).shape[:4]
+    out_shape = windows(to_numpy(x), size, stride).shape[:4]
     grad = to_device(queue, rng.standard_normal(out_shape), gradient)
     g = to_numpy(grad)
     slack = 2.0**-22 * scatter(shape, np.broadcast_to(np.abs(g)[..., None, None], (*g.shape, size, size)), stride)
@@ -102,7 +98,7 @@ def test_planes_larger_than_a_tile(queue: cl.CommandQueue, simulated: bool, shap
     rng = np.random.default_rng(2)
     x = to_device(queue, rng.standard_normal(shape), "float16")
     for size, stride in ((2, 2), (3, 1), (3, 2), (3, 3)):
-        taps = view_windows(to_numpy(x), size, stride)
+        taps = windows(to_numpy(x), size, stride)
         assert_close(pool.max_pool2d(x, size, stride, out_dtype="float16"), taps.max((-1, -2)), ulps=0)
         slack = 11 * 2.0**-24 * np.abs(taps).mean((-1, -2))
         assert_close(pool.avg_pool2d(x, size, stride, out_dtype="float16"), taps.mean((-1, -2)), slack=slack)
@@ -127,7 +123,7 @@ def test_special_values(queue: cl.CommandQueue, plan: None, shape: tuple[int, ..
     values[1, 0] = -np.inf
     x = to_device(queue, values, dtype)
     for size, stride in ((2, 2), (3, 1), (4, 3)):
-        taps = view_windows(to_numpy(x), size, stride)
+        taps = windows(to_numpy(x), size, stride)
         result = pool.max_pool2d(x, size, stride, out_dtype=dtype)
         assert_close(result, taps.max((-1, -2)), ulps=0)
         assert np.signbit(to_numpy(result)[0, 0]).all()
@@ -157,7 +153,7 @@ def test_global_average(queue: cl.CommandQueue, plan: None) -> None:
 
 def test_a_result_of_another_dtype(queue: cl.CommandQueue) -> None:
     x = to_device(queue, np.random.default_rng(6).standard_normal((1, 2, 6, 6)), "float16")
-    taps = view_windows(to_numpy(x), 2, 2)
+    taps = windows(to_numpy(x), 2, 2)
     assert_close(pool.max_pool2d(x, 2, 2, out_dtype="float32"), taps.max((-1, -2)), ulps=0)
     assert_close(pool.avg_pool2d(x, 2, 2, out_dtype="float32"), taps.mean((-1, -2)), slack=2.0**-20)
 
@@ -166,7 +162,7 @@ def test_every_engine_gives_the_same_bits(queue: cl.CommandQueue) -> None:
     x, grad = (to_device(queue, np.random.default_rng(7).standard_normal((1, 1, n, n)), "float16") for n in (32, 16))
     for engine in pool.ENGINES:
         y = pool.max_pool2d(x, 2, 2, out_dtype="float16", engine=engine.NAME)
-        assert_close(y, view_windows(to_numpy(x), 2, 2).max((-1, -2)), ulps=0)
+        assert_close(y, windows(to_numpy(x), 2, 2).max((-1, -2)), ulps=0)
     gradients = [
         to_numpy(pool.max_pool2d_backward(x, grad, 2, 2, out_dtype="float16", engine=engine.NAME))
         for engine in pool.ENGINES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -668,11 +669,8 @@ def test_threads_with_a_model_each_do_not_mix_up_their_overflows(queue: cl.Comma
             task.step(handle, np.inf if overflows else 1.0)
             stepped[number].append(handle._scaling.guard(task.optimizer).last.stepped)
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train, range(2)))
     assert stepped[0] == [True] * rounds
     assert stepped[1] == [index % 2 == 1 for index in range(rounds)]
     assert (tasks[0].moved, tasks[1].moved) == (rounds, rounds // 2)

@@ -217,15 +217,7 @@ class Renamed(SGD):  # type: ignore[misc]
 
 @pytest.mark.parametrize("make", [Halved, Renamed], ids=lambda make: make.__name__)
 def test_optimizers_of_the_users_run_as_themselves(queue: cl.CommandQueue, make: Make) -> None:
-    alone, loop = Loop(queue, make), Loop(queue, make)
-    for _ in range(4):
-        if alone.draw():
-            alone.optimizer.step()
-        with amp.init(), steps_counted() as names:
-            loop.draw()
-            loop.optimizer.step()
-        assert "update" not in names
-    assert_same_bits(loop, alone)
+    assert "update" not in own(queue, lambda loop: None, make, absent=True)
 
 
 def test_a_step_that_stands_on_the_optimizer_runs_as_it_is(queue: cl.CommandQueue) -> None:
@@ -241,18 +233,19 @@ def test_a_step_that_stands_on_the_optimizer_runs_as_it_is(queue: cl.CommandQueu
     assert "update" not in names
 
 
-def own(queue: cl.CommandQueue, change: Callable[[Loop], object]) -> list[str]:
+def own(
+    queue: cl.CommandQueue, change: Callable[[Loop], object], make: Make = MAKE["momentum"], absent: bool = False
+) -> list[str]:
     """Compares, with something changed that clamp's launches do not take; returns the launches under AMP."""
-    alone, loop = Loop(queue, MAKE["momentum"]), Loop(queue, MAKE["momentum"])
+    alone, loop = Loop(queue, make), Loop(queue, make)
     names: list[str] = []
     for each in (alone, loop):
         change(each)
     for _ in range(4):
-        finite = alone.draw(absent=False)
-        if finite:
+        if alone.draw(absent=absent):
             alone.optimizer.step()
         with amp.init(), steps_counted() as launched:
-            loop.draw(absent=False)
+            loop.draw(absent=absent)
             loop.optimizer.step()
         names += launched
     assert_same_bits(loop, alone)

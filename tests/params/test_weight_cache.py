@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,9 +327,8 @@ def test_a_copy_that_another_threads_write_has_overtaken_is_not_kept(
 
     def overtaken(operand: Any, copy: Any) -> None:
         monkeypatch.setattr(policies.WeightOperand, "was_made", own)
-        thread = threading.Thread(target=OVERTAKING[name], args=(weight,))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(OVERTAKING[name], weight).result()
         own(operand, copy)
 
     monkeypatch.setattr(policies.WeightOperand, "was_made", overtaken)

@@ -15,6 +15,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -126,11 +127,8 @@ def in_a_script(function: Function) -> Function:
 
 def in_another_thread(function: Function) -> Function:
     def call(*args: Any) -> Any:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(function(*args)))
-        thread.start()
-        thread.join()
-        return found[0]
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args).result()
 
     return call
 
@@ -488,26 +486,23 @@ def test_what_a_user_redirects_lives_no_longer_than_without(how: str) -> None:
 
 
 def test_threads_that_call_while_amp_comes_and_goes_never_fail(queue: cl.CommandQueue) -> None:
-    x, stop, errors = to_device(queue, [1.0, 2.0]), threading.Event(), []
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                assert to_numpy(elementwise.tanh(x)).tolist() == expected
-        except BaseException as error:
-            errors.append(error)
-
+    x, stop = to_device(queue, [1.0, 2.0]), threading.Event()
     with casting_in(None):
         expected = to_numpy(elementwise.tanh(x)).tolist()
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(30):
-        amp.init(dtype="float32").shutdown()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+
+    def work() -> None:
+        while not stop.is_set():
+            assert to_numpy(elementwise.tanh(x)).tolist() == expected
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(work) for _ in range(2)]
+        try:
+            for _ in range(30):
+                amp.init(dtype="float32").shutdown()
+        finally:
+            stop.set()
+    for each in running:
+        each.result()
 
 
 def in_a_region(optimizer: SGD) -> None:
