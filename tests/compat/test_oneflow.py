@@ -15,10 +15,9 @@ from clamp import amp
 from clamp.bridge import Node, Tensor
 from clamp.compat.oneflow import GradScaler, Graph, StaticGradScaler
 from clamp.compat.paddle import GradScaler as PaddleScaler
-from clamp.scaling.dynamic_scale import ScaleRule
-from tests.networks import loss_of, mlp, scaled_backward, weights_of
+from tests.networks import mlp, weights_of
 from tests.recipes import RECIPES, Made, Recipe, make
-from tests.recordings.test_compiled import BATCHES, OPTIMIZERS, TARGETS, assert_same, poisoned
+from tests.recordings.test_compiled import BATCHES, OPTIMIZERS, TARGETS, Trainer, assert_same, init, poisoned
 from tests.recordings.test_recordings import Train
 from tests.reference import HALF_DTYPES, to_device, to_numpy
 
@@ -37,16 +36,11 @@ def trained(queue: cl.CommandQueue, model: Any, graph: Any, batches: list[np.nda
 
 def eager(queue: cl.CommandQueue, dtype: str, name: str, batches: list[np.ndarray]) -> list[list[Any]]:
     results = []
-    with amp.init(dtype=dtype, loss_scale="dynamic") as handle:
-        handle.scalers[0].rule = ScaleRule(interval=3)
-        model = mlp(queue, 10, 16, 3)
-        optimizer = OPTIMIZERS[name](model.parameters())
+    with init(dtype) as handle:
+        run = Trainer(queue, handle, name)
         for x, y in zip(batches, TARGETS, strict=True):
-            optimizer.zero_grad()
-            loss = loss_of(model, (to_device(queue, x), to_device(queue, y)))
-            scaled_backward(handle, loss, optimizer)
-            optimizer.step()
-            results.append([loss.value.to_host(), *weights_of(model), handle.loss_scale])
+            loss = run.step(to_device(queue, x), to_device(queue, y))
+            results.append([loss.value.to_host(), *weights_of(run.model), handle.loss_scale])
     return results
 
 

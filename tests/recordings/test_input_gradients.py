@@ -20,12 +20,7 @@ from tests.reference import to_device
 
 CALLS = 9
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "dtype": (
-        None,
-        "float16",
-        "bfloat16",
-        "float32",
-    ),  # None: no AMP, and netcl's own products, whose memory no pool has
+    "dtype": (None, "float16", "bfloat16", "float32"),  # None: netcl's own products, whose memory no pool has
     "given": ("tensor", "trained tensor", "node", "trained node"),
     "returns": ("loss", "x.grad", "both", "nothing", "weight.grad", "a step along x.grad"),
     "clears": ("weights before", "weights after", "nothing", "x"),

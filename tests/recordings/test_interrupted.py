@@ -102,16 +102,16 @@ def graph(layer: Linear) -> Callable[[Tensor], Any]:
     return Forward()
 
 
-def compiled(layer: Linear) -> Callable[[Tensor], Any]:
-    def call(x: Tensor) -> Tensor:
-        made = CompiledGraph([])
-        with made:
-            out = layer(bridge.Node(value=x)).value
-        made.compile([x])
-        made.replay([x])
-        return out
+def _compiled_in(made: CompiledGraph, layer: Linear, x: Tensor) -> Any:
+    with made:
+        out = layer(bridge.Node(value=x)).value
+    made.compile([x])
+    made.replay([x])
+    return out
 
-    return call
+
+def compiled(layer: Linear) -> Callable[[Tensor], Any]:
+    return lambda x: _compiled_in(CompiledGraph([]), layer, x)
 
 
 CASES = [(make, where, step) for make in (recorded, graph, compiled) for where, step in (("end", 23), ("begin", 11))]
@@ -164,14 +164,6 @@ def _cut(made: CompiledGraph, layer: Linear, x: Tensor) -> BaseException:
     except KeyboardInterrupt as error:
         return error
     raise AssertionError("no interrupt came")
-
-
-def _compiled_in(made: CompiledGraph, layer: Linear, x: Tensor) -> Any:
-    with made:
-        out = layer(bridge.Node(value=x)).value
-    made.compile([x])
-    made.replay([x])
-    return out
 
 
 def _recorded_in(made: CompiledGraph, layer: Linear, x: Tensor) -> Any:

@@ -66,11 +66,6 @@ def attribute(x: Any, name: str = "k") -> Case:
 
 
 @case
-def of_an_object() -> Case:
-    return attribute(Settings())
-
-
-@case
 def of_a_function() -> Case:
     def helper() -> float:
         return helper.k  # type: ignore[attr-defined,no-any-return]
@@ -85,17 +80,23 @@ def of_a_recorded_function() -> Case:
     return (lambda: step.k), attribute(step)[1]
 
 
-def derived(base: type, *content: Any) -> Callable[[], Case]:
+#: attributes of what is made anew for each case
+CASES |= {
+    "of_an_object": lambda: attribute(Settings()),
+    "of_an_array": lambda: attribute(np.zeros(3).view(type("MyArray", (np.ndarray,), {}))),
+    "of_a_threads_own": lambda: attribute(threading.local()),
+    "of_a_threads_own_of_a_class": lambda: attribute(type("Own", (threading.local,), {})()),
+    "of_a_namespace": lambda: attribute(types.SimpleNamespace()),
+    "of_a_partial": lambda: attribute(partial(abs)),
+}
+
+
+def derived(base: type) -> Callable[[], Case]:
     kind = type(f"My{base.__name__}", (base,), {})
-    return lambda: attribute(kind(*content))
+    return lambda: attribute(kind())
 
 
 CASES |= {f"of_a_{base.__name__}": derived(base) for base in (dict, list, set, tuple, float, int, str)}
-
-
-@case
-def of_an_array() -> Case:
-    return attribute(np.zeros(3).view(type("MyArray", (np.ndarray,), {})))
 
 
 @case
@@ -122,16 +123,6 @@ def of_a_closure() -> Case:
         k = value
 
     return (lambda: k), change
-
-
-@case
-def of_a_threads_own() -> Case:
-    return attribute(threading.local())
-
-
-@case
-def of_a_threads_own_of_a_class() -> Case:
-    return attribute(type("Own", (threading.local,), {})())
 
 
 @case
@@ -188,26 +179,16 @@ def of_slots() -> Case:
     return x.read, x.set
 
 
-@case
-def of_a_namespace() -> Case:
-    return attribute(types.SimpleNamespace())
+def given_to_a_partial(bind: Callable[..., Callable[[], float]]) -> Callable[[], Case]:
+    def case_of() -> Case:
+        settings = Settings()
+        return bind(settings), attribute(settings)[1]
+
+    return case_of
 
 
-@case
-def of_a_partial() -> Case:
-    return attribute(partial(abs))
-
-
-@case
-def of_what_a_partial_is_given() -> Case:
-    settings = Settings()
-    return partial(lambda given: given.k, given=settings), attribute(settings)[1]
-
-
-@case
-def of_what_a_partial_is_given_by_place() -> Case:
-    settings = Settings()
-    return partial(lambda given: given.k, settings), attribute(settings)[1]
+CASES["of_what_a_partial_is_given"] = given_to_a_partial(lambda x: partial(lambda given: given.k, given=x))
+CASES["of_what_a_partial_is_given_by_place"] = given_to_a_partial(lambda x: partial(lambda given: given.k, x))
 
 
 @case
@@ -255,29 +236,17 @@ def from_a_module() -> Case:
     return read, of_a_module()[1]
 
 
-@case
-def of_a_module_by_name() -> Case:
-    return (lambda: getattr(sys.modules["settings_of_a_test"], "k")), of_a_module()[1]  # noqa: B009
-
-
 def of_this_module() -> Callable[[float], None]:
     globals()["factor"] = 1.0
     return partial(globals().__setitem__, "factor")
 
 
-@case
-def of_globals() -> Case:
-    return (lambda: globals()["factor"]), of_this_module()
-
-
-@case
-def of_globals_by_a_name_that_is_computed() -> Case:
-    return (lambda: globals()["fac" + chr(116) + "or"]), of_this_module()
-
-
-@case
-def of_an_expression() -> Case:
-    return (lambda: eval("factor * 1.0")), of_this_module()  # type: ignore[no-any-return]
+CASES |= {
+    "of_a_module_by_name": lambda: ((lambda: sys.modules["settings_of_a_test"].k), of_a_module()[1]),
+    "of_globals": lambda: ((lambda: globals()["factor"]), of_this_module()),
+    "of_globals_by_a_name_that_is_computed": lambda: ((lambda: globals()["fac" + chr(116) + "or"]), of_this_module()),
+    "of_an_expression": lambda: ((lambda: eval("factor * 1.0")), of_this_module()),
+}
 
 
 def behind(make: Callable[[Any], Any], look: Callable[[Any], Any]) -> Callable[[], Case]:
@@ -689,25 +658,19 @@ def growing(kind: type) -> Callable[[], Any]:
     return make
 
 
-def growing_object() -> Any:
-    settings = Settings()
-    return (lambda: settings.k), lambda number: setattr(settings, f"k{number}", number)
+def gaining(make: Callable[[], Any], read: Callable[[Any], Any]) -> Callable[[], Any]:
+    """An object, how it is read, and what gives it one more attribute."""
+
+    def made() -> tuple[Callable[[], Any], Callable[[int], Any]]:
+        x = make()
+        return (lambda: read(x)), lambda number: setattr(x, f"k{number}", number)
+
+    return made
 
 
 def growing_class() -> Any:
     cls = type("Kind", (), {"k": 1.0, "read": lambda self: self.k})
     return cls().read, lambda number: setattr(cls, f"k{number}", number)
-
-
-def growing_function() -> Any:
-    def helper() -> None: ...
-
-    return helper, lambda number: setattr(helper, f"k{number}", number)
-
-
-def growing_layer() -> Any:
-    layer = ReLU()
-    return (lambda: layer), lambda number: setattr(layer, f"k{number}", number)
 
 
 def growing_globals() -> Any:
@@ -718,10 +681,13 @@ def growing_globals() -> Any:
 
 GROWING: dict[str, Callable[[], Any]] = {kind.__name__: growing(kind) for kind in (list, set, dict, deque)}
 GROWING |= {
-    make.__name__.removeprefix("growing_"): make
-    for make in (growing_object, growing_class, growing_function, growing_layer, growing_globals)
+    "object": gaining(Settings, lambda x: x.k),
+    "class": growing_class,
+    "function": gaining(lambda: lambda: None, lambda function: function()),
+    "layer": gaining(ReLU, lambda layer: layer),
+    "globals": growing_globals,
+    "argument": growing(dict),
 }
-GROWING["argument"] = growing(dict)
 
 
 @contextmanager
