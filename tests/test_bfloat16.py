@@ -46,23 +46,19 @@ def test_gradients_are_right_without_scaling_where_float16_needs_it(queue: cl.Co
 
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**10])
-def test_scaling_can_be_had_all_the_same(queue: cl.CommandQueue, loss_scale: str | float) -> None:
-    model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
-    with amp.init(dtype="bfloat16", loss_scale=loss_scale) as handle:
-        losses = [step(handle, model, SGD(model.parameters(), lr=0.1), data) for _ in range(5)]
-        assert handle.loss_scale == (2.0**16 if loss_scale == "dynamic" else loss_scale)
-    assert losses[-1] < losses[0]
-
-
-def test_training_equals_scaled_training_bit_for_bit(queue: cl.CommandQueue) -> None:
+def test_scaling_can_be_had_all_the_same_and_changes_nothing(queue: cl.CommandQueue, loss_scale: str | float) -> None:
     """Powers of two change no bit of a bfloat16."""
 
-    def losses(loss_scale: str | float) -> list[float]:
+    def losses(loss_scale: str | float, scale: float) -> list[float]:
         model, data = mlp(queue, 8, 16, 4), batch(queue, 8, 8, 4)
         with amp.init(dtype="bfloat16", loss_scale=loss_scale) as handle:
-            return [step(handle, model, SGD(model.parameters(), lr=0.1), data) for _ in range(5)]
+            found = [step(handle, model, SGD(model.parameters(), lr=0.1), data) for _ in range(5)]
+            assert handle.loss_scale == scale
+        return found
 
-    assert losses("auto") == losses(2.0**12)
+    scaled = losses(loss_scale, 2.0**16 if loss_scale == "dynamic" else 2.0**10)
+    assert scaled == losses("auto", 1.0)
+    assert scaled[-1] < scaled[0]
 
 
 def test_every_api_speaks_bfloat16(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:

@@ -75,12 +75,12 @@ def reference(name: str, queue: cl.CommandQueue) -> tuple[float, list[Any], list
     return _REFERENCES[key]
 
 
-def params(dtype: str) -> list[Any]:
-    """The recipes; the big ones, and all in bfloat16, in the full sweep only."""
-    slow = [pytest.mark.slow]
-    return [
-        pytest.param(name, marks=slow if recipe.slow or dtype == "bfloat16" else []) for name, recipe in RECIPES.items()
-    ]
+#: each recipe in both dtypes; the big ones, and all in bfloat16, in the full sweep only
+CASES = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] if recipe.slow or dtype == "bfloat16" else [])
+    for dtype in TOLERANCE
+    for name, recipe in RECIPES.items()
+]
 
 
 def test_every_class_has_a_recipe() -> None:
@@ -89,14 +89,9 @@ def test_every_class_has_a_recipe() -> None:
     assert not made - classes(), "this release of netcl has no such class"
 
 
-@pytest.mark.parametrize("name", params("float16"))
-def test_trains_in_float16(queue: cl.CommandQueue, name: str) -> None:
-    check(RECIPES[name], queue, "float16", reference(name, queue))
-
-
-@pytest.mark.parametrize("name", params("bfloat16"))
-def test_trains_in_bfloat16(queue: cl.CommandQueue, name: str) -> None:
-    check(RECIPES[name], queue, "bfloat16", reference(name, queue))
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_trains_in_16_bits(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    check(RECIPES[name], queue, dtype, reference(name, queue))
 
 
 def test_bfloat16_trains_in_a_network_and_an_attention(queue: cl.CommandQueue) -> None:
