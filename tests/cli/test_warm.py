@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,45 +16,40 @@ import pytest
 from clamp.cli import main, warm
 from clamp.opencl import amx, cache
 
-SCRIPT = """
-import sys
+#: how scripts begin, given a device
+HEAD = """
 import numpy as np
 import pyopencl as cl
 from netcl import autograd as ag
 from netcl.core.tensor import Tensor
-from netcl.nn.layers import Linear
-from netcl.optim import SGD
 
 from clamp import amp
 from clamp.cli.devices import choose_device
 
 context = cl.Context([choose_device({device!r})])
 queue = cl.CommandQueue(context)
+x = ag.tensor(Tensor.from_host(queue, np.ones((2, 5), np.float32)))
+"""
+
+TRAINING = """
+from netcl.nn.layers import Linear
+from netcl.optim import SGD
+
 model = Linear(queue, 5, 3)
 optimizer = SGD(model.parameters(), lr=1e-3)
 handle = amp.init(loss_scale=1.0)
+y = ag.tensor(Tensor.from_host(queue, np.ones((2, 3), np.float32)))
 for step in range(10**9):
     with ag.Tape() as tape:
-        loss = ag.mse_loss(model(ag.tensor(Tensor.from_host(queue, np.ones((2, 5), np.float32)))),
-                           ag.tensor(Tensor.from_host(queue, np.ones((2, 3), np.float32))))
+        loss = ag.mse_loss(model(x), y)
     with handle.scale_loss(loss, optimizer) as scaled_loss:
         tape.backward(scaled_loss)
     optimizer.step()
 """
 
 INFERENCE = """
-import numpy as np
-import pyopencl as cl
-from netcl import autograd as ag
-from netcl.core.tensor import Tensor
-
-from clamp import amp
-from clamp.cli.devices import choose_device
-
-context = cl.Context([choose_device({device!r})])
-queue = cl.CommandQueue(context)
 with amp.autocast(dtype="bfloat16"):
-    ag.exp(ag.tensor(Tensor.from_host(queue, np.ones((2, 5), np.float32))))
+    ag.exp(x)
 """
 
 
@@ -66,29 +62,42 @@ def device(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return str(queue.device.platform.name)
 
 
+Warm = Callable[..., int]
+
+
+@pytest.fixture
+def warmed(device: str, tmp_path: Path) -> Warm:
+    """The exit status of ``python -m clamp warm`` for a script that begins with HEAD."""
+
+    def run(text: str, *options: str) -> int:
+        script = tmp_path / "script.py"
+        script.write_text(HEAD.format(device=device) + text)
+        return main(["warm", "--device", device, "--model", str(script), *options])
+
+    return run
+
+
 @pytest.mark.slow
-def test_a_script_is_run_until_its_second_step(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(device=device))
-    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+def test_a_script_is_run_until_its_second_step(
+    warmed: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert warmed(TRAINING) == 0
     kept = {file.name for file in (tmp_path / "kept").glob("*.program")}
     said = capsys.readouterr().out.splitlines()
     # A process that tries a matrix unit keeps what it has compiled there, too.
     others = (0, 1) if amx.is_listed("bfloat16") else (0,)
     assert len(kept) - int(said[-1].split()[0]) in others
     assert "programs compiled" in said[-1]
-    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+    assert warmed(TRAINING) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to compile: all is there already"
     assert {file.name for file in (tmp_path / "kept").glob("*.program")} == kept
 
 
 @pytest.mark.slow
 def test_the_list_shows_what_programs_take_and_keeps_none(
-    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warmed: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(device=device))
-    assert main(["warm", "--list", "--device", device, "--model", str(script)]) == 0
+    assert warmed(TRAINING, "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split() for line in lines if ".cl " in line]
     seconds = [float(line[0]) for line in listed]
@@ -98,10 +107,8 @@ def test_the_list_shows_what_programs_take_and_keeps_none(
     assert not list((tmp_path / "kept").glob("*.program"))
 
 
-def test_a_script_that_makes_no_step_has_its_programs_compiled(device: str, tmp_path: Path) -> None:
-    script = tmp_path / "infer.py"
-    script.write_text(INFERENCE.format(device=device))
-    assert main(["warm", "--device", device, "--model", str(script)]) == 0
+def test_a_script_that_makes_no_step_has_its_programs_compiled(warmed: Warm, tmp_path: Path) -> None:
+    assert warmed(INFERENCE) == 0
     assert list((tmp_path / "kept").glob("*.program"))
 
 
@@ -123,13 +130,12 @@ def test_what_it_has_begun_ends_with_it(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["off", "file/programs"])
 def test_what_no_later_process_finds_is_said(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+    warmed: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLAMP_CACHE_DIR", folder if folder == "off" else str(tmp_path / folder))
-    script, ran = tmp_path / "infer.py", tmp_path / "ran"
-    script.write_text(f"open({str(ran)!r}, 'w')\n{INFERENCE.format(device=device)}")
-    assert main(["warm", "--device", device, "--model", str(script)]) == 1
+    ran = tmp_path / "ran"
+    assert warmed(f"open({str(ran)!r}, 'w')\n{INFERENCE}") == 1
     assert "not kept for later processes: CLAMP_CACHE_DIR is off, or cannot be written to" in capsys.readouterr().err
     assert not ran.exists(), "before anything is compiled"
 
@@ -145,13 +151,11 @@ def test_what_no_later_process_finds_is_said(
     ],
 )
 def test_a_script_that_fails_is_reported(
-    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+    warmed: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(text)
-    assert main(["warm", "--device", device, "--model", str(script)]) == 1
+    assert warmed(text) == 1
     said = capsys.readouterr().err.splitlines()  # on a machine that is busy also that it takes long
-    assert [line for line in said if not line.startswith("clamp: compiling")] == [f"{script}: {says}"]
+    assert [line for line in said if not line.startswith("clamp: compiling")] == [f"{tmp_path / 'script.py'}: {says}"]
 
 
 @pytest.mark.slow

@@ -334,39 +334,30 @@ class Square:
         return apply_op(self.forward, self.backward, x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
-def test_custom_fwd_casts_its_inputs_and_nothing_inside(queue: cl.CommandQueue, dtype: str, given: str) -> None:
-    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2), given)
-    leaf.requires_grad = True
-    for cast_inputs in ("float32", dtype):
-        leaf.grad, op = None, Square(cast_inputs)
-        with amp.autocast(dtype=dtype):
-            y = op(ag.tensor(leaf, requires_grad=True))
-            assert y.value.dtype == cast_inputs
-            loss = ag.sum(y)
-        loss.backward()
-        assert op.seen == [cast_inputs, cast_inputs, cast_inputs]  # backward casts nothing either
-        assert leaf.grad.dtype == given
-        assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
+#: what the inputs are, the region around forward, what they are cast to, and the dtypes of input and products. Where
+#: inputs are cast nothing inside is, in backward either; else both run in the region, and outside of any in none.
+CUSTOM = [
+    *((given, {"dtype": dtype}, cast_inputs, [cast_inputs] * 3)
+      for given in ("float32", "float16", "bfloat16") for dtype in DTYPES for cast_inputs in ("float32", dtype)),
+    *(("float32", {"dtype": dtype}, None, ["float32", dtype, dtype]) for dtype in DTYPES),
+    *(("float32", {"enabled": False}, cast_inputs, ["float32"] * 3) for cast_inputs in (None, "float32", "float16")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("region", "cast_inputs", "seen"),
-    [({"dtype": dtype}, None, ["float32", dtype, dtype]) for dtype in DTYPES]
-    + [({"enabled": False}, cast_inputs, ["float32"] * 3) for cast_inputs in (None, "float32", "float16")],
-)
-def test_without_inputs_to_cast_both_run_in_the_region_around_forward_and_outside_in_none(
-    queue: cl.CommandQueue, region: dict[str, Any], cast_inputs: str | None, seen: list[str]
+@pytest.mark.parametrize(("given", "region", "cast_inputs", "seen"), CUSTOM)
+def test_custom_fwd_casts_its_inputs_and_nothing_inside_or_is_in_the_region_around_it(
+    queue: cl.CommandQueue, given: str, region: dict[str, Any], cast_inputs: str | None, seen: list[str]
 ) -> None:
-    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2))
+    leaf = to_device(queue, np.arange(1, 5).reshape(2, 2), given)
     leaf.requires_grad = True
     op = Square(cast_inputs)
     with amp.autocast(**region):
-        loss = ag.sum(op(ag.tensor(leaf, requires_grad=True)))
+        y = op(ag.tensor(leaf, requires_grad=True))
+        loss = ag.sum(y)
     loss.backward()
+    assert y.value.dtype == seen[0]
     assert op.seen == seen
-    assert leaf.grad.dtype == "float32"
+    assert leaf.grad.dtype == given
     assert to_numpy(leaf.grad).tolist() == [[2, 4], [6, 8]]
 
 

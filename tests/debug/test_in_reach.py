@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +23,13 @@ from netcl.optim import SGD
 from clamp import amp, bridge
 from clamp.bridge import Node
 from clamp.debug.memory_report import MemoryReport
+from clamp.report import read_run
 from tests.debug.faults import FAULTS, WAYS, Training, explained, optimize
+from tests.debug.test_summary import short
 from tests.networks import mlp
 from tests.reference import to_device
 
+__all__ = ["short"]  # a fixture
 pytestmark = pytest.mark.usefixtures("shut_down")
 
 
@@ -86,10 +89,14 @@ KEEPERS = [in_a_closure, in_an_object, in_a_partial, in_a_default, as_a_global]
 
 
 @pytest.fixture
-def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test in which all objects of the process are looked at, whoever catches what that raises."""
     search = Mock(side_effect=AssertionError("all objects of the process are looked at"))
-    monkeypatch.setattr(gc, "get_referrers", search)
-    monkeypatch.setattr(gc, "get_objects", search)
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "get_referrers", search)
+        patch.setattr(gc, "get_objects", search)
+        yield
+    search.assert_not_called()
 
 
 @pytest.mark.usefixtures("no_search")
@@ -154,8 +161,6 @@ def test_no_amount_of_data_hides_what_lies_few_names_away(much: str, where: str,
 def test_nothing_is_searched_for(
     queue: cl.CommandQueue, fault: str, armed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
-    monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
     # Memory is what all objects are asked for.
     monkeypatch.setattr("clamp.debug.run_log.memory_of_step", lambda step: MemoryReport({}))
     training = Training(queue, fault)
@@ -163,8 +168,11 @@ def test_nothing_is_searched_for(
     handle = amp.init(debug=("attribution", "summary") if armed else None, loss_scale=scale)
     step = training.step(handle)
     step()
-    handle.explain(step)
+    found = handle.explain(step)
     handle.report(tmp_path / "run.json", step)
+    run = read_run(tmp_path / "run.json")
+    assert (run["first_bad"]["op"], run["first_bad"]["module"]) == (found.first.function, found.first.module)
+    assert {op["module"] for op in run["ops"]} >= {"layers.0", "layers.1.second"}
 
 
 class Normed(Module):
@@ -243,12 +251,8 @@ def test_params_of_what_is_no_optimizer_are_left_alone(
             self.params = params(self.model.parameters())
 
         def step(self) -> None:
-            train(
-                lambda number, x: self.model(x) if number else x,
-                to_device(queue, np.ones((2, 8))),
-                self.optimizer,
-                handle,
-            )
+            x = to_device(queue, np.ones((2, 8)))
+            train(lambda number, x: self.model(x) if number else x, x, self.optimizer, handle)
 
     handle, loop = amp.init(), Loop()
     held, items = loop.params, [*loop.params]

@@ -186,7 +186,8 @@ def test_a_page_of_nothing_says_so() -> None:
 def test_each_part_may_be_missing(part: str) -> None:
     run: Any = sample_run()
     run[part] = empty_run()[part]  # type: ignore[literal-required]
-    Outline(page_of(run))
+    page = Outline(page_of(run))
+    assert set(SECTIONS) - set(page.ids()) == ({"first-bad"} if part == "first_bad" else set())
 
 
 def test_values_may_be_unknown_or_not_finite() -> None:
@@ -204,7 +205,9 @@ def test_values_may_be_unknown_or_not_finite() -> None:
     run["suggested_scale"], run["ranges"][1]["scale"] = 1e300, 1e-300
     run["steps"].reverse()
     run["memory"] |= {"float32_peak": 0, "float32_activations": None}
-    Outline(page_of(run))
+    page = Outline(page_of(run))
+    assert set(SECTIONS) <= set(page.ids())
+    assert not re.search(r"\bnan %|\binf %|\bNone\b", page.text)
 
 
 @pytest.mark.parametrize("kind", ["healthy", "overflow", "not finite", "slow", "unknown"])
@@ -263,7 +266,9 @@ def test_whatever_a_run_holds_the_page_is_whole(data: st.DataObject) -> None:
     run = data.draw(any_of(Run)) | {"version": 1}
     for one in run["ranges"]:
         one["octaves"] = data.draw(st.lists(st.integers(0, 10**6), min_size=BINS, max_size=BINS))
-    Outline(page_of(run))
+    page = Outline(page_of(run))
+    assert page.count("main") == page.count("h1") == 1
+    assert page.text.rstrip()
 
 
 # ---------------------------------------------------------------------------------------------- pieces

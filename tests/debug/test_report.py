@@ -26,16 +26,12 @@ from clamp.debug.summary import Summary
 from clamp.report import Run, checked, read_run, write_run
 from clamp.scaling.step_report import StepReport
 from tests.debug.sample import empty_run, sample_run
-from tests.debug.test_summary import FAST, SLOW
+from tests.debug.test_summary import FAST, SLOW, short
 from tests.networks import Training
 
+__all__ = ["short"]  # a fixture
+
 WIDTHS = (16, 32, 4)
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clamp.debug.gain._SECONDS", 0.0)
-    monkeypatch.setattr("clamp.debug.gain._PASSES", 1)
 
 
 def trained(queue: cl.CommandQueue, path: Path, *, spoil: bool = False, with_step: bool = True, **options: Any) -> Run:

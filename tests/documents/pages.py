@@ -87,14 +87,8 @@ def pytorch(page: Ran, queue: cl.CommandQueue) -> None:
 
 def loss_scaling(page: Ran, queue: cl.CommandQueue) -> None:
     # One loss, a repeated one, accumulation, the two optimizers, and the wrapped one.
-    assert [step.optimizer for step in page.steps] == [
-        page["optimizer"],
-        page["optimizer"],
-        page["optimizer"],
-        page["first"],
-        page["second"],
-        page["wrapped"].__wrapped__,
-    ]
+    one, first, second, wrapped = (page[name] for name in ("optimizer", "first", "second", "wrapped"))
+    assert [step.optimizer for step in page.steps] == [one, one, one, first, second, wrapped.__wrapped__]
     assert list(page["state"]) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
 
 

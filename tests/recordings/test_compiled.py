@@ -574,12 +574,12 @@ def test_recordings_follow_parameters_that_an_optimizer_moves(queue: cl.CommandQ
     assert_same(results, run("eager"))
 
 
-def _other_weight(queue: cl.CommandQueue, model: Any) -> None:
+def other_weight(queue: cl.CommandQueue, model: Any) -> None:
     model.layers[0].weight = Parameter.from_host(queue, model.layers[0].weight.to_host() * 2)
 
 
 MODEL_CHANGES: dict[str, tuple[Callable[[cl.CommandQueue, Any], None], str]] = {
-    "weight": (_other_weight, r"weight has changed"),
+    "weight": (other_weight, r"weight has changed"),
     "layer": (lambda queue, model: model.layers.__setitem__(2, Dropout(0.1)), r"layers\[2\] has changed"),
     "mode": (lambda queue, model: setattr(model.layers[1], "training", False), r"training has changed"),
     "setting": (lambda queue, model: setattr(model.layers[1], "p", 0.25), r"\.p has changed"),

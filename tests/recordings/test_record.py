@@ -774,25 +774,9 @@ def test_an_exception_leaves_what_it_leaves_without_recording(queue: cl.CommandQ
 # ---------------------------------------------------------------------------------------------- what cannot be
 
 
-def reads(run: Run, x: Tensor, y: Tensor) -> Any:
-    return float(clears_first(run, x, y).value.to_host()[0])
-
-
-def uploads(run: Run, x: Tensor, y: Tensor) -> Any:
-    return clears_first(run, Tensor.from_host(run.queue, np.ones((12, 10), np.float32)), y)
-
-
-def counts(run: Run, x: Tensor, y: Tensor) -> Any:
-    run.done.append(1)
-    return clears_first(run, x, y)
-
-
-def draws(run: Run, x: Tensor, y: Tensor) -> Any:
-    return clears_first(run, ag.mul(x, float(run.generator.random())), y)
-
-
-def draws_globally(run: Run, x: Tensor, y: Tensor) -> Any:
-    return clears_first(run, ag.mul(x, float(np.random.rand())), y)
+def asks_the_handle(run: Run, x: Tensor, y: Tensor) -> Any:
+    loss = clears_first(run, x, y)
+    return None if run.handle.last_step.stepped else loss
 
 
 def schedules(run: Run, x: Tensor, y: Tensor) -> Any:
@@ -801,35 +785,31 @@ def schedules(run: Run, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
-def asks_the_handle(run: Run, x: Tensor, y: Tensor) -> Any:
-    loss = clears_first(run, x, y)
-    return None if run.handle.last_step.stepped else loss
-
-
-def reports(run: Run, x: Tensor, y: Tensor) -> Any:
-    clears_first(run, x, y)
-    return object()
-
-
-def times(run: Run, x: Tensor, y: Tensor) -> Any:
-    return clears_first(run, x, y), time.perf_counter()
-
-
-CURES = {
-    reads: "Read it after the recorded part",
-    uploads: "Pass data that changes as an input tensor",
-    counts: r"changes len\(\S*\.done\) itself",
-    draws: r"changes \S*\.generator itself",
-    draws_globally: r"changes numpy\.random itself",
-    schedules: r"changes \S*optimizer\.lr itself",
-    asks_the_handle: "handle.last_step",
-    reports: "returns a object",
-    times: r"perf_counter\(\) was called",
+#: what a function does beside its step, and what is said of it
+CURES: dict[str, tuple[Step, str]] = {
+    "reads": (lambda run, x, y: float(clears_first(run, x, y).value.to_host()[0]), "Read it after the recorded part"),
+    "uploads": (
+        lambda run, x, y: clears_first(run, Tensor.from_host(run.queue, np.ones((12, 10), np.float32)), y),
+        "Pass data that changes as an input tensor",
+    ),
+    "counts": (lambda run, x, y: (run.done.append(1), clears_first(run, x, y))[1], r"changes len\(\S*\.done\) itself"),
+    "draws": (
+        lambda run, x, y: clears_first(run, ag.mul(x, float(run.generator.random())), y),
+        r"changes \S*\.generator itself",
+    ),
+    "draws globally": (
+        lambda run, x, y: clears_first(run, ag.mul(x, float(np.random.rand())), y),
+        r"changes numpy\.random itself",
+    ),
+    "schedules": (schedules, r"changes \S*optimizer\.lr itself"),
+    "asks the handle": (asks_the_handle, "handle.last_step"),
+    "reports": (lambda run, x, y: (clears_first(run, x, y), object())[1], "returns a object"),
+    "times": (lambda run, x, y: (clears_first(run, x, y), time.perf_counter()), r"perf_counter\(\) was called"),
 }
 
 
 @pytest.mark.parametrize("bad", CURES)
-def test_what_no_replay_can_do_runs_once_in_each_call_and_says_why(queue: cl.CommandQueue, bad: Any) -> None:
+def test_what_no_replay_can_do_runs_once_in_each_call_and_says_why(queue: cl.CommandQueue, bad: str) -> None:
     """The call that was being recorded goes on where it is: nothing is done twice."""
     kept = []
     x, y = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
@@ -837,7 +817,7 @@ def test_what_no_replay_can_do_runs_once_in_each_call_and_says_why(queue: cl.Com
         run = Run(queue)
         np.random.seed(1)
         run.done, run.generator = [], np.random.default_rng(0)
-        function = partial(bad, run)
+        function = partial(CURES[bad][0], run)
         call = amp.record(function) if recorded else function
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -849,7 +829,7 @@ def test_what_no_replay_can_do_runs_once_in_each_call_and_says_why(queue: cl.Com
             assert call.recordings == 0
             assert len(said) == 1
             assert said[0].filename == __file__
-            with pytest.warns(UserWarning, match=CURES[bad]):
+            with pytest.warns(UserWarning, match=CURES[bad][1]):
                 warnings.warn(said[0].message, stacklevel=1)
     assert_same(kept[1], kept[0])
 

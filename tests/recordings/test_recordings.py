@@ -36,7 +36,7 @@ from clamp.recordings.memory import keepers
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.variants import MOST_KEYS, MOST_RECORDINGS
 from tests.networks import LOSS_FACTOR, mlp, weights_of
-from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, played, poisoned, wide
+from tests.recordings.test_compiled import BATCHES, TARGETS, assert_same, other_weight, played, poisoned, wide
 from tests.reference import to_device
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -321,30 +321,17 @@ def test_tensors_that_shared_memory_and_part_are_recorded_anew(queue: cl.Command
 # ---------------------------------------------------------------------------------------------- what Python decides by
 
 
-def _replace_weight(queue: cl.CommandQueue, model: Any) -> None:
-    first = model.layers[0]
-    first.weight = Parameter.from_host(queue, first.weight.to_host() * 2)
-
-
-def _replace_layer(queue: cl.CommandQueue, model: Any) -> None:
-    model.layers[-1] = Linear(queue, 16, 5)
-
-
 def _other_shape(queue: cl.CommandQueue, model: Any) -> None:
     first, last = model.layers[0], model.layers[-1]
     first.weight, first.bias = (Parameter.from_host(queue, x) for x in (np.ones((10, 4)), np.ones(4)))
     last.weight = Parameter.from_host(queue, np.ones((4, 3)))
 
 
-def _remove_bias(queue: cl.CommandQueue, model: Any) -> None:
-    model.layers[0].bias = None
-
-
 CHANGES: dict[str, Callable[[cl.CommandQueue, Any], None]] = {
-    "weight": _replace_weight,
-    "layer": _replace_layer,
+    "weight": other_weight,
+    "layer": lambda queue, model: model.layers.__setitem__(-1, Linear(queue, 16, 5)),
     "shape": _other_shape,
-    "bias": _remove_bias,
+    "bias": lambda queue, model: setattr(model.layers[0], "bias", None),
     "layers": lambda queue, model: model.layers.pop(1),
     "slope": lambda queue, model: setattr(model.layers[1], "negative_slope", 0.5),
     "load": lambda queue, model: model.load_state_dict(mlp(queue, 10, 16, 3, seed=9).state_dict()),

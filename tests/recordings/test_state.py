@@ -731,46 +731,34 @@ def test_what_is_added_while_the_state_is_looked_at_ends_no_call(queue: cl.Comma
 # ---------------------------------------------------------------------------------------------- what no watch sees
 
 
-def scaled(x: Node, hidden: Any) -> Node:
-    return ag.mul(x, hidden[0])
+def twice(x: Node) -> Node:
+    return ag.mul(x, 2.0)
 
 
-def longer(x: Node, hidden: Any) -> Node:
-    return ag.mul(x, 2.0) if hidden[0] == 1.0 else ag.mul(ag.mul(x, 2.0), 3.0)
+def thrice(x: Node) -> Node:
+    return ag.mul(x, 3.0)
 
 
-def shorter(x: Node, hidden: Any) -> Node:
-    return ag.mul(ag.mul(x, 2.0), 3.0) if hidden[0] == 1.0 else ag.mul(x, 2.0)
+def first_of(calls: tuple[Node, Node], hidden: Any) -> Node:
+    """One of two that are both computed."""
+    return calls[0] if hidden[0] == 1.0 else calls[1]
 
 
-def another_op(x: Node, hidden: Any) -> Node:
-    return ag.relu(x) if hidden[0] == 1.0 else ag.tanh(x)
-
-
-def another_weight(x: Node, hidden: Any) -> Node:
-    return ag.mul(x, ag.tensor(hidden[1] if hidden[0] == 1.0 else hidden[2]))
-
-
-def another_of_its_own(x: Node, hidden: Any) -> Node:
-    one, other = ag.mul(x, 2.0), ag.mul(x, 3.0)
-    return ag.mul(one if hidden[0] == 1.0 else other, 4.0)
-
-
-def another_result(x: Node, hidden: Any) -> Node:
-    one, other = ag.mul(x, 2.0), ag.mul(x, 3.0)
-    return one if hidden[0] == 1.0 else other
-
-
-def another_input(x: Node, hidden: Any) -> Node:
-    y = Node(value=hidden[3])
-    return ag.add(x, x) if hidden[0] == 1.0 else ag.add(x, y)
-
-
-UNSEEN = [scaled, longer, shorter, another_op, another_weight, another_of_its_own, another_result, another_input]
+#: what a function computes by a number, two weights and an input that no watch sees
+UNSEEN: dict[str, Callable[[Node, Any], Node]] = {
+    "scaled": lambda x, hidden: ag.mul(x, hidden[0]),
+    "longer": lambda x, hidden: twice(x) if hidden[0] == 1.0 else thrice(twice(x)),
+    "shorter": lambda x, hidden: thrice(twice(x)) if hidden[0] == 1.0 else twice(x),
+    "another op": lambda x, hidden: ag.relu(x) if hidden[0] == 1.0 else ag.tanh(x),
+    "another weight": lambda x, hidden: ag.mul(x, ag.tensor(hidden[1] if hidden[0] == 1.0 else hidden[2])),
+    "another of its own": lambda x, hidden: ag.mul(first_of((twice(x), thrice(x)), hidden), 4.0),
+    "another result": lambda x, hidden: first_of((twice(x), thrice(x)), hidden),
+    "another input": lambda x, hidden: ag.add(x, x) if hidden[0] == 1.0 else ag.add(x, Node(value=hidden[3])),
+}
 
 
 @pytest.mark.parametrize("how", ["record", "graph"])
-@pytest.mark.parametrize("build", UNSEEN, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", UNSEEN.values(), ids=UNSEEN)
 def test_what_no_watch_sees_is_found_named_and_recorded_anew(queue: cl.CommandQueue, build: Any, how: str) -> None:
     """It is run in place of the 2nd, 4th, 8th ... replay, and is right from there on; the second time for good."""
     weights = [Parameter.from_host(queue, X + shift) for shift in (1, 2)]
