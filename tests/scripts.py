@@ -1,4 +1,4 @@
-"""Python programs that tests run as a user does, in a process of their own."""
+"""Python programs that tests run as a user does, in a process of their own, or here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import sys
 from pathlib import Path
 
 import pyopencl as cl
+import pytest
 
 ROOT = Path(__file__).parent.parent
+
+
+def run_here(queue: cl.CommandQueue, patch: pytest.MonkeyPatch) -> None:
+    """Has scripts that this process runs compute on the device under test, and leave it as it was."""
+    patch.setattr(cl, "create_some_context", lambda interactive=False: queue.context)
+    patch.setattr(sys, "argv", sys.argv)
+    patch.setattr(sys, "path", list(sys.path))
+    patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
 
 
 def run_script(queue: cl.CommandQueue, *command: str, folder: Path = ROOT, **environment: str) -> str:

@@ -23,7 +23,7 @@ from clamp.cli import run as command
 from clamp.handle import NoOpHandle
 from clamp.report import read_run
 from clamp.scaling.step_report import StepReport
-from tests.scripts import ROOT, run_script
+from tests.scripts import ROOT, run_here, run_script
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -292,10 +292,7 @@ class Scripts:
 
     def __init__(self, queue: cl.CommandQueue, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch = folder, patch
-        patch.setattr(cl, "create_some_context", lambda interactive=False: queue.context)
-        patch.setattr(sys, "argv", sys.argv)
-        patch.setattr(sys, "path", list(sys.path))
-        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        run_here(queue, patch)
         self.history: list[StepReport] = []
         self.scale = 1.0
         own = command._sum_up

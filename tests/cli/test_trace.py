@@ -17,6 +17,7 @@ from clamp.cli import main
 from clamp.cli.devices import slug
 from clamp.functions import arithmetic as bound_elementwise
 from clamp.ops.elementwise import elementwise
+from tests.scripts import run_here
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -85,10 +86,7 @@ def one_ulp_off(name: str) -> Callable[..., Any]:
 @pytest.fixture
 def folder(queue: cl.CommandQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where scripts of the device under test run in this process."""
-    monkeypatch.setattr(cl, "create_some_context", lambda interactive=False: queue.context)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    run_here(queue, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     return tmp_path

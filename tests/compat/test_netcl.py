@@ -143,8 +143,12 @@ def half() -> Iterator[amp.AmpHandle]:
         yield handle
 
 
-def test_unscale_grads_says_inf(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Steps(queue, "netcl")
+@pytest.fixture
+def setup(queue: cl.CommandQueue) -> Steps:
+    return Steps(queue, "netcl")
+
+
+def test_unscale_grads_says_inf(half: amp.AmpHandle, setup: Steps) -> None:
     setup.backward()
     assert setup.scaler.unscale_grads(setup.model.parameters()) is False
     assert setup.scaler.unscale_grads(iter(setup.params)) is False
@@ -157,9 +161,8 @@ def test_unscale_grads_says_inf(queue: cl.CommandQueue, half: amp.AmpHandle) -> 
     assert setup.scaler.unscale_grads(setup.params) is True
 
 
-def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
+def test_a_scale_that_nobody_lowers_is_told_of(half: amp.AmpHandle, setup: Steps) -> None:
     """``update`` does nothing, so a loop that leaves the scaler's ``step`` out for inf and nan would go on for ever."""
-    setup = Steps(queue, "netcl")
 
     def leave_out(times: int) -> None:
         for _ in range(times):
@@ -188,10 +191,9 @@ def test_a_scale_that_nobody_lowers_is_told_of(queue: cl.CommandQueue, half: amp
 
 @pytest.mark.parametrize(("stepped", "named"), [((slice(2), slice(2, 4)), slice(4)), ((slice(4),), slice(1))])
 def test_all_parameters_named_or_stepped_are_unscaled_once(
-    queue: cl.CommandQueue, half: amp.AmpHandle, stepped: tuple[slice, ...], named: slice
+    half: amp.AmpHandle, setup: Steps, stepped: tuple[slice, ...], named: slice
 ) -> None:
     """Two optimizers with all of the model's named each time, and one with few of its own named."""
-    setup = Steps(queue, "netcl")
     setup.backward()
     scaled = setup.gradients()
     for part in stepped:
@@ -200,8 +202,7 @@ def test_all_parameters_named_or_stepped_are_unscaled_once(
         np.testing.assert_array_equal(grad, before / 2**16)
 
 
-def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Steps(queue, "netcl")
+def test_scale_and_tracker_can_be_read_and_set(half: amp.AmpHandle, setup: Steps) -> None:
     setup.backward()
     at_first = setup.gradients()
     setup.scaler._scale = 2.0**10
@@ -212,16 +213,14 @@ def test_scale_and_tracker_can_be_read_and_set(queue: cl.CommandQueue, half: amp
     assert (setup.scaler.scale, setup.scaler._growth_tracker) == (2.0**10, 1)
 
 
-def test_the_scale_stays_finite_and_above_zero(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Steps(queue, "netcl")
+def test_the_scale_stays_finite_and_above_zero(queue: cl.CommandQueue, half: amp.AmpHandle, setup: Steps) -> None:
     for scale in (0.0, 1e-300, 1e300):
         setup.scaler._scale = scale
         scaled = setup.scaler.scale_loss(ag.tensor(to_device(queue, [1.0])))
         assert 0 < float(to_numpy(scaled.value)[0]) < np.inf
 
 
-def test_disabled_it_passes_through(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Steps(queue, "netcl")
+def test_disabled_it_passes_through(half: amp.AmpHandle, setup: Steps) -> None:
     setup.face.one = setup.scaler = GradScaler(enabled=False)
     setup.backward()
     before = setup.gradients()
@@ -455,8 +454,7 @@ def test_the_handle_shows_the_scale_and_the_steps_of_a_trainers_scaler(
     assert (half.last_step.stepped, half.last_step.scale) == (True, 2.0**16)
 
 
-def test_the_handle_shows_the_steps_of_a_scaler_of_netcls(queue: cl.CommandQueue, half: amp.AmpHandle) -> None:
-    setup = Steps(queue, "netcl")
+def test_the_handle_shows_the_steps_of_a_scaler_of_netcls(half: amp.AmpHandle, setup: Steps) -> None:
     for sick in (False, True):
         setup.backward()
         if sick:

@@ -256,13 +256,6 @@ def test_what_an_observer_computes_in_backward_is_told(queue: cl.CommandQueue, s
     assert names(seen) == ["sqrt", "matmul", "exp"]
 
 
-def test_functions_made_of_others(queue: cl.CommandQueue, seen: Seen) -> None:
-    x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
-    mean = ag.mean(x)
-    assert seen.made[-1] is mean
-    assert len({id(made) for made in seen.made}) == len(seen.made)
-
-
 def test_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
     x = ag.tensor(to_device(queue, np.ones((2, 3))))
     with bridge.no_grad():
@@ -271,12 +264,14 @@ def test_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
     assert seen.made == [result]
 
 
-def test_layers_of_bare_tensors(queue: cl.CommandQueue, seen: Seen) -> None:
+@pytest.mark.parametrize("made", ["a function made of others", "layers of bare tensors"])
+def test_what_is_made_of_others_is_told_once(queue: cl.CommandQueue, seen: Seen, made: str) -> None:
     x = to_device(queue, np.ones((2, 8)))
-    result = Sequential(Linear(queue, 8, 4), ReLU(), Linear(queue, 4, 2))(x)
+    layers = Sequential(Linear(queue, 8, 4), ReLU(), Linear(queue, 4, 2))
+    result = layers(x) if made == "layers of bare tensors" else ag.mean(ag.tensor(x, requires_grad=True))
     assert seen.made[-1] is result
     assert x not in seen.made
-    assert len({id(made) for made in seen.made}) == len(seen.made)
+    assert len({id(one) for one in seen.made}) == len(seen.made)
 
 
 def test_who_looks_goes_on_when_a_handle_ends(queue: cl.CommandQueue, seen: Seen) -> None:

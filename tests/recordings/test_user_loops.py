@@ -171,37 +171,32 @@ def in_16_bits(run: Run, **how: Any) -> None:
     run.params = run.model.parameters()
 
 
+@pytest.mark.parametrize("clears", ["now and then", "after each step"])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
-def test_gradients_of_16_bit_parameters_add_up_over_calls(queue: cl.CommandQueue, scaled: bool) -> None:
-    """A master and its parameter have one gradient, which is not added to itself."""
+@pytest.mark.parametrize("master_weight", [True, "remainder"])
+def test_gradients_of_16_bit_parameters_add_up_over_calls_until_they_are_cleared(
+    queue: cl.CommandQueue, clears: str, scaled: bool, master_weight: bool | str
+) -> None:
+    """A master and its parameter have one gradient, which is not added to itself; what replays deliver is the same
+    tensor each time, and was shared with a master before it was cleared."""
 
     def step(run: Run, x: Tensor, y: Tensor) -> Node:
         loss = run.backward(x, y) if scaled else loss_of(run.model, (x, y))
         if not scaled:
             loss.backward()
         run.optimizer.step()
+        if clears == "after each step":
+            run.optimizer.zero_grad()
         return loss
 
     def between(run: Run, index: int) -> None:
         if index % 4 == 0:
             run.optimizer.zero_grad()
 
+    prepare = partial(in_16_bits, master_weight=master_weight)
+    recordings = 1 if clears == "after each step" else None
     how = {"dtype": "bfloat16"}  # whose gradients need no scale
-    compare(queue, step, 13, recordings=None, between=between, prepare=in_16_bits, **how)
-
-
-@pytest.mark.parametrize("master_weight", [True, "remainder"])
-def test_cleared_gradients_of_16_bit_parameters_come_back(queue: cl.CommandQueue, master_weight: bool | str) -> None:
-    """What replays deliver is the same tensor each time, and was shared with a master before it was cleared."""
-
-    def step(run: Run, x: Tensor, y: Tensor) -> Node:
-        loss = loss_of(run.model, (x, y))
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        return loss
-
-    compare(queue, step, 13, dtype="bfloat16", prepare=partial(in_16_bits, master_weight=master_weight))
+    compare(queue, step, 13, recordings=recordings, between=between, prepare=prepare, **how)
 
 
 @pytest.mark.parametrize("master_weight", [True, False])
