@@ -80,7 +80,8 @@ REFUSALS: list[tuple[str, Callable[[Ones], object]]] = [
     ("axis", lambda ones: indexing.index_select(ones(2, 3), 2, ones(2, dtype="int32"), **F32)),
     ("axis", lambda ones: indexing.index_select(ones(0, 3), 0, ones(2, dtype="int32"), **F32)),
     ("shape", lambda ones: indexing.index_select(ones(2, 3), 0, ones(2, dtype="int32"), **F32, out=ones(3, 3))),
-    ("in the memory of x", lambda ones: indexing.index_select(x := ones(2, 3), 0, ones(2, dtype="int32"), **F32, out=x)),
+    ("in the memory of x",
+     lambda ones: indexing.index_select(x := ones(2, 3), 0, ones(2, dtype="int32"), **F32, out=x)),
     ("or of the indices",
      lambda ones: indexing.index_select(i := ones(2, dtype="int32"), 0, i, out_dtype="int32", out=i)),
     ("gradient of shape", lambda ones: norm_planes.batch_norm_backward(
