@@ -222,6 +222,7 @@ class _Pass:
         around: the backward pass whose op runs this one; None without. Whatever runs that again runs this.
         met: its leaves, and all that passes inside of it have given a gradient to, by id, with what they had before.
         given: the gradient that the user's op has been given whose backward runs; None where none does.
+        aside: gradients of other scales that its leaves, and others that passes inside of it have reached, had before.
         late: gradients of passes inside of it to leaves to which it had given one already. The engine, which adds to
             what it holds itself, would forget them.
     """
@@ -232,6 +233,7 @@ class _Pass:
         self.met: dict[int, tuple[Any, Tensor | None]] = {id(x): (x, getattr(x, "grad", None)) for x in leaves}
         self._leaves = len(leaves)
         self.given: Tensor | None = None
+        self.aside: list[tuple[Any, Tensor]] = []
         self.late: list[tuple[Any, Tensor]] = []
 
     def is_arounds(self, leaf: Any) -> bool:
@@ -357,11 +359,12 @@ def deliver(
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
     this = _Pass(leaves)
     before = [(leaf, grad) for leaf, grad in this.met.values() if grad is not None]
-    aside = [(leaf, grad) for leaf, grad in before if this.is_arounds(leaf) or not _adds_up(mark_of(grad), mark)]
+    arounds = [(leaf, grad) for leaf, grad in before if this.is_arounds(leaf)]
+    this.aside = [(x, grad) for x, grad in before if not this.is_arounds(x) and not _adds_up(mark_of(grad), mark)]
     outer = running.scale, running.layerwise, running.is_last, running.now
     try:
         running.scale, running.layerwise, running.is_last, running.now = scale, layerwise, is_last, this
-        for leaf, _ in aside:
+        for leaf, _ in (*arounds, *this.aside):
             leaf.grad = None
         if layerwise:
             narrow_for_others(bridge.graph(root))
@@ -370,7 +373,11 @@ def deliver(
             adding_to(before)
         reached = _mark_all(leaves, {id(leaf): grad for leaf, grad in before}, mark)
         this.has_run(reached, root, again, launches)
-        for leaf, grad in aside:
+        for leaf, grad in arounds:
+            if leaf.grad is not None and this.around is not None:
+                this.around.late.append((leaf, leaf.grad))
+            leaf.grad = grad
+        for leaf, grad in this.aside:
             _add_what_was_aside(this, leaf, grad)
     except BaseException:
         for leaf, had in this.met.values():
@@ -386,9 +393,8 @@ def deliver(
 def _add_what_was_aside(this: _Pass, leaf: Any, grad: Tensor) -> None:
     if leaf.grad is None:
         leaf.grad = grad
-    elif this.around is not None and this.is_arounds(leaf):
-        this.around.late.append((leaf, leaf.grad))
-        leaf.grad = grad
+    elif this.around is not None:  # which may fail yet
+        this.around.aside.append((leaf, grad))
     elif running.scale is None or not any(x.keep(leaf, grad) for x in reversed(running.waiting.values())):
         leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
 

@@ -419,3 +419,32 @@ def test_what_an_ops_own_backward_hands_on_keeps_its_scale(
         handle = amp.init(dtype=dtype, loss_scale=rule)
         scaled_backward(handle, loss(), SGD([weight]))
     np.testing.assert_array_equal(weight.grad.to_host(), 4 * count)
+
+
+@pytest.mark.parametrize("uses", _USES)
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("ignore:the loss given to scale_loss")
+def test_a_gradient_from_before_stays_beside_what_an_ops_own_backward_gives(
+    queue: cl.CommandQueue, uses: str, fails: bool
+) -> None:
+    """A user's own was divided by the scale with it."""
+    weight, x = Parameter.from_host(queue, np.full((4, 4), 0.25, np.float32)), to_device(queue, np.ones((4, 4)))
+    function, count = _USES[uses]
+    failures = [MemoryError()] if fails else []
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        if failures:
+            raise failures.pop()
+        return [grad]
+
+    first = ag.tensor(x, requires_grad=True)
+    handle = amp.init()
+    weight.grad = to_device(queue, np.ones((4, 4)))
+    started = ag.apply_op(lambda value: value, backward, first)  # its backward runs last
+    loss = ag.sum(function(started, lambda x: ag.matmul_op(x, ag.tensor(weight))))
+    with handle.scale_loss(loss, SGD([weight])) as scaled_loss:
+        if fails:
+            with pytest.raises(MemoryError):
+                scaled_loss.backward()
+        scaled_loss.backward()
+    np.testing.assert_array_equal(weight.grad.to_host(), 4 * count + 1)
