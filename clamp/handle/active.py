@@ -362,4 +362,7 @@ class AmpHandle:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.shutdown()
+        try:
+            self.shutdown()
+        finally:  # once more: nobody else goes on where an interrupt has ended the first
+            self.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -11,6 +12,8 @@ from netcl import autograd as ag
 
 from clamp import amp, session
 from clamp.bridge import Parameter
+from clamp.handle import active
+from clamp.patching.patch import Patches
 from tests.faults.check import as_python_does
 from tests.faults.inject import Events
 from tests.faults.training import changed, is_on, netcl_now
@@ -84,3 +87,19 @@ def test_amp_can_be_turned_on_and_off_after_it(name: str, queue: cl.CommandQueue
         _off()
         assert not changed(netcls), events.where
         assert ag.matmul_op(x, weight).value.dtype == "float32", events.where
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Patches, "remove"), (active, "from_nothing")])
+def test_the_end_of_a_with_ends_amp(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody calls ``shutdown`` again."""
+    netcls, own, calls = netcl_now(), getattr(owner, name), iter(range(10))
+
+    def interrupted(*args: Any) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        own(*args)
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched, amp.init():
+        patched.setattr(owner, name, interrupted)
+    assert not changed(netcls)
+    assert not is_on()
