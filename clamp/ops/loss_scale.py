@@ -126,6 +126,7 @@ class DeviceState:
         self._applied: weakref.ref[AppliedScale] | None = None
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
         self.fresh: ScaleState | None = None  # what was read, as long as nothing moves it
+        self._moves = 0  # how often something did
         self.is_told_of = False  # whether a user has been told that gradients are multiplied by it
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -168,12 +169,16 @@ class DeviceState:
                 applied.keep(self._home[0])
         self._applied = None
 
+    def _moved(self) -> None:
+        self.fresh = None
+        self._moves += 1
+
     def launch(self, kernel: Kernel, *scalars: float) -> None:
         """Runs ``ASSIGN``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
             with scale_lock:
-                self.fresh = None
+                self._moved()
                 if kernel is not ASSIGN:
                     self._about_to_move()
                 key = (queue.context.int_ptr, kernel.name, *scalars)
@@ -182,9 +187,13 @@ class DeviceState:
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
+        moves = self._moves
         _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self._words()[0].item()
-        self.fresh = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
-        return self.fresh
+        state = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
+        with scale_lock:
+            if moves == self._moves:  # else another thread's pass has ended while this one waited
+                self.fresh = state
+        return state
 
     def take_found(self) -> bool:
         """Returns whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the
@@ -197,7 +206,7 @@ class DeviceState:
     def write(self, **fields: float) -> None:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
         with scale_lock:
-            self.fresh = None
+            self._moved()
             words = self._words()
             _assign(words, fields)
             self.seen = float(words["scale"][0])

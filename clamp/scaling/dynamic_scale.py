@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from clamp.interrupts import of_threads
-from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState
+from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState, scale_lock
 from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
 
@@ -145,14 +145,19 @@ class DynamicLossScale(LossScale):
         check_masks(mask, fresh)
         self._state.launch(UPDATE, mask, fresh, *self._arguments)
 
-    def rewind(self, state: ScaleState, found: int = 0) -> None:
+    def rewind(self, state: ScaleState, mask: int, found: int = 0) -> None:
         """Makes the state what it was, or would be; what was assigned since the last ``adjust`` is forgotten. Waits for
         the device.
 
         Args:
+            mask: bits of the optimizers whose overflows are to be as in ``state``. What the passes of others have met,
+                in other threads, is no part of it.
             found: what a pass that has not ended has met: 0 nothing, 1 an inf, 2 a nan.
         """
-        self._state.write(**state._asdict(), event=0, found=found)
+        with scale_lock:
+            now = self.read()
+            overflow, nans = state.overflow & mask | now.overflow & ~mask, state.nans & mask | now.nans & ~mask
+            self._state.write(**state._replace(overflow=overflow, nans=nans)._asdict(), event=0, found=found)
 
     def _check_scale(self, value: float) -> float:
         value = positive("the loss scale", value)

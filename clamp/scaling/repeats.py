@@ -9,7 +9,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops import transfer
-from clamp.ops.loss_scale import ScaleState
+from clamp.ops.loss_scale import ScaleState, scale_lock
 from clamp.params import gradient_marks
 from clamp.params.delivery import Repeat
 from clamp.scaling.backward_pass import BackwardPass
@@ -85,17 +85,18 @@ class Repeats:
         """
         if not (first := self._overflow()):
             return
-        try:
-            self._repeat(first)
-        except BaseException:
-            for tensor, grad in self._left or ():  # as they were, with the inf
-                tensor.grad = grad
-            self._rewind(self._before, first)
-            self._end()
-            raise
+        with scale_lock:  # passes of other threads would meet the scales that are tried, and what is found at them
+            try:
+                self._repeat(first)
+            except BaseException:
+                for tensor, grad in self._left or ():  # as they were, with the inf
+                    tensor.grad = grad
+                self._rewind(self._before, first)
+                self._end()
+                raise
 
     def _repeat(self, first: int) -> None:
-        rule, scales = self._scaler.rule, [self._before.scale]
+        rule, scales, ended_at = self._scaler.rule, [self._before.scale], self._scaler.verdict().scale
         while scales[-1] > rule.min:
             scales.append(max(scales[-1] * rule.backoff, rule.min))
         is_hopeless = self._loss is not None and not np.isfinite(self._loss.to_host()).all()
@@ -118,7 +119,9 @@ class Repeats:
         scale = scales[1] if self._before.growth_tracker else scales[found]
         if bad_steps < rule.hysteresis:
             scale = self._before.scale
-        self._scaler.rewind(now._replace(scale=scale, growth_tracker=0, bad_steps=bad_steps % rule.hysteresis))
+        scale = min(scale, ended_at)  # another thread's repeats may have led further down
+        now = now._replace(scale=scale, growth_tracker=0, bad_steps=bad_steps % rule.hysteresis)
+        self._scaler.rewind(now, self._mask)
 
     def _found(self, scales: Sequence[float], again: Repeat) -> int | None:
         """Returns which of these falling scales is the largest that lets the pass be, as it then is."""
@@ -172,6 +175,6 @@ class Repeats:
         return 0 if not state.overflow & self._mask else 2 if state.nans & self._mask else 1
 
     def _rewind(self, state: ScaleState, found: int = 0) -> None:
-        self._scaler.rewind(state, found)
+        self._scaler.rewind(state, self._mask, found)
         for guard, heard in zip(self._guards, self._heard, strict=True):
             guard.hear_anew(heard)

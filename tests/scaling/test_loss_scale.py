@@ -442,7 +442,7 @@ def test_a_scale_that_was_set_is_not_moved_by_what_came_before(
     scale.unscale_([grad], [grad])
     scale.assign(A, A)
     if how == "rewind":
-        scale.rewind(scale.read()._replace(scale=4.0))
+        scale.rewind(scale.read()._replace(scale=4.0), A)
     else:
         scale.set_scale(4.0)
     before = scale.read()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +23,7 @@ from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.loss_scale import DeviceState
 from clamp.scaling.dynamic_scale import DynamicLossScale
+from clamp.scaling.repeats import Repeats
 from tests.faults.check import as_python_does
 from tests.networks import Task, batch, mlp, scaled_backward, weights_of
 from tests.reference import assert_same, to_device
@@ -494,3 +497,56 @@ def test_a_pass_does_not_wait_for_the_device(task: Task, given_up: bool, monkeyp
         assert reads == []
         task.optimizer.step()
         assert len(reads) == 1
+
+
+# ---------------------------------------------------------------------------------------------- several threads
+
+
+@pytest.mark.parametrize("clean", [0, 2], ids=["at once", "late"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_repeat_leaves_what_another_threads_pass_has_met(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, first: int, clean: int
+) -> None:
+    """The passes of two threads end one after the other, before either hears what has become of its own."""
+    tasks, big, settle = [Task(queue), Task(queue)], 2.0**20, Repeats.settle
+    ended, may_go_on = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def settle_when_told(repeats: Repeats, left: Any = None) -> None:
+        number = [task.optimizer for task in tasks].index(repeats._guards[0].optimizer)
+        ended[number].set()
+        may_go_on[number].wait()
+        settle(repeats, left)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another, amp.init() as handle:
+        threads = (one, another)
+        for thread, task in zip(threads, tasks, strict=True):
+            for _ in range(clean):
+                thread.submit(task.step, handle, 2.0**-4).result()
+                thread.submit(task.optimizer.zero_grad).result()
+        monkeypatch.setattr(Repeats, "settle", settle_when_told)
+        steps = []
+        for number, (thread, task) in enumerate(zip(threads, tasks, strict=True)):
+            steps.append(thread.submit(task.step, handle, big))
+            ended[number].wait()
+        for number in (first, 1 - first):
+            may_go_on[number].set()
+            steps[number].result()
+        assert [report.reason for report in handle.history if not report.stepped] == []
+        assert handle.loss_scale < 2.0**16
+    assert [task.moved for task in tasks] == [big + clean * 2.0**-4] * 2
+
+
+def test_threads_may_repeat_at_the_same_time(queue: cl.CommandQueue) -> None:
+    """Scales that grow with each step make nearly every backward of all of them overflow."""
+    big, rounds, tasks = 2.0**4, 20, [Task(queue) for _ in range(3)]
+
+    def train(task: Task) -> None:
+        for _ in range(rounds):
+            task.optimizer.zero_grad()
+            task.step(handle, big)
+
+    with ThreadPoolExecutor(3) as threads, amp.init(loss_scale=amp.ScaleRule(interval=1)) as handle:
+        list(threads.map(train, tasks))
+        assert [report.reason for report in handle.history if not report.stepped] == []
+        assert sum(report.repeats > 0 for report in handle.history) > rounds
+    assert [task.moved for task in tasks] == [big * rounds] * 3
