@@ -184,21 +184,23 @@ class _Domain(NamedTuple):
         direction, function: of what.
         words: what the numbers are.
         cure: what to write, with names of ``_NUMBERS`` in it; x and y are what the function is called with.
-        holds: whether an op has read such numbers, as far as its statistics tell.
+        holds: whether an op has read such numbers, as far as statistics tell; labels and indices are not among them.
     """
 
     direction: str
     function: str
     words: str
     cure: str
-    holds: Callable[[Value], bool] = lambda read: True
+    holds: Callable[[Sequence[Value]], bool] = lambda read: True
 
 
-def _has_zeros(read: Value) -> bool:
-    return read.statistics is not None and read.statistics.zeros > 0
+def _has_zeros(read: Sequence[Value]) -> bool:
+    statistics = read[-1].statistics
+    return statistics is not None and statistics.zeros > 0
 
 
 _FILLED = "it writes the inf that it was given, and of a row of nothing else softmax makes nan"
+_NO_CLASS, _SHOWN = "a label is no class, of 0 to their number - 1, nor ignore_index", "print(np.unique(y))"
 _NO_INDEX = "an index does not exist, and selects nan"
 _DOMAINS = (
     _Domain(FORWARD, "div", "it divides by 0", "ag.div(x, ag.add(y, {small}))", _has_zeros),
@@ -212,12 +214,10 @@ _DOMAINS = (
     _Domain(BACKWARD, "pow", "its slope is infinite at 0", "ag.pow(ag.add(x, {small}), y)", _has_zeros),
     _Domain(
         FORWARD, "exp", "of numbers above 88 it is beyond 3.4e38", "ag.exp(ag.clamp(x, -80.0, {power}))",
-        lambda read: read.largest > 88,
+        lambda read: read[-1].largest > 88,
     ),
-    _Domain(
-        FORWARD, "cross_entropy_indices", "a label is no class, of 0 to their number - 1, nor ignore_index",
-        "print(np.unique(y))",
-    ),
+    _Domain(FORWARD, "cross_entropy_indices", _NO_CLASS, _SHOWN),
+    _Domain(FORWARD, "cross_entropy", _NO_CLASS, _SHOWN, lambda read: len(read) == 1),
     *(_Domain(FORWARD, name, _NO_INDEX, "print(y.min(), y.max())") for name in ("index_select", "embedding", "gather")),
     _Domain(FORWARD, "masked_fill", _FILLED, "ag.masked_fill(x, y, -1e9)"),
     _Domain(FORWARD, "where", _FILLED, "ag.where(x, y, -1e9)"),
@@ -228,7 +228,7 @@ def _without_value(frame: Frame, what: str, trace: StepGraph) -> Cause:
     """The cause where a result or gradient has no finite value in float32 either, of the numbers that the op read."""
     read = frame.parents if frame.direction == BACKWARD else frame.inputs
     known = [one for one in _DOMAINS if (one.direction, one.function) == (frame.direction, frame.function)]
-    domain = next((one for one in known if read and one.holds(read[-1])), None)
+    domain = next((one for one in known if read and one.holds(read)), None)
     if domain is not None:
         numbers = _NUMBERS.get(read[-1].dtype, _NUMBERS_OF_OTHERS)
         what += f": {domain.words}"

@@ -286,6 +286,7 @@ def test_the_verdict_and_its_cure(queue: cl.CommandQueue, name: str, dtype: str,
 #: name -> an op of what a layer gives, (2, 4), with an index that does not exist; words of the verdict
 BEYOND: dict[str, tuple[Callable[[Node, Tensor], Node], str]] = {
     "cross_entropy_indices": (ag.cross_entropy_indices, "a label is no class"),
+    "cross_entropy": (lambda h, labels: ag.cross_entropy(h, ag.tensor(labels)), "a label is no class"),
     "index_select": (lambda h, indices: ag.index_select(h, 0, indices), "an index does not exist"),
     "embedding": (ag.embedding, "an index does not exist"),
     "gather": (lambda h, indices: ag.gather(h, 0, indices), "an index does not exist"),
