@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,22 +21,15 @@ from netcl.optim import Adam, clip_grad_norm
 
 from clamp import amp, session
 from clamp.bridge import Node, Tensor
-from tests.compat.test_scalers import Steps
+from tests.compat.test_scalers import Steps, under
 from tests.networks import batch, loss_of, mlp
 from tests.reference import to_device, to_numpy
 from tests.scaling.test_overflow import plant
 
 DTYPES = ("float16", "bfloat16")
 
-
-@pytest.fixture(params=["autocast alone", "under a handle"])
-def amp_is_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test that takes it runs with ``amp.autocast`` alone, and with an active handle."""
-    if request.param == "autocast alone":
-        yield
-        return
-    with amp.init():
-        yield
+__all__ = ["under"]  # a fixture
+pytestmark = pytest.mark.usefixtures("shut_down")
 
 
 def scaled_backward(scaler: amp.GradScaler, model: Sequential, data: Any, dtype: str = "float16") -> Node:
@@ -55,7 +48,7 @@ def setup(queue: cl.CommandQueue) -> Steps:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pytorchs_loop_trains_as_fp32_does(queue: cl.CommandQueue, amp_is_on: None, dtype: str) -> None:
+def test_pytorchs_loop_trains_as_fp32_does(queue: cl.CommandQueue, under: str, dtype: str) -> None:
     def train(dtype: str) -> list[float]:
         model, data = mlp(queue, 8, 32, 4), batch(queue, 16, 8, 4)
         optimizer, scaler, losses = Adam(model.parameters(), lr=1e-2), amp.GradScaler(), []
@@ -190,7 +183,7 @@ def test_a_closure_is_rejected(setup: Steps, arguments: Any) -> None:
         setup.scaler.step(setup.optimizer, *arguments[0], **arguments[1])
 
 
-def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Steps, amp_is_on: None) -> None:
+def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Steps, under: str) -> None:
     healthy, sick = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
     setup.backward()
     plant(setup.params[3])
@@ -202,7 +195,7 @@ def test_an_optimizer_without_inf_steps_when_another_has_one(setup: Steps, amp_i
     assert setup.scaler.state_dict()["_growth_tracker"] == 0
 
 
-def test_a_parameter_of_two_optimizers_is_divided_once(setup: Steps, amp_is_on: None) -> None:
+def test_a_parameter_of_two_optimizers_is_divided_once(setup: Steps, under: str) -> None:
     optimizers = OwnOptimizer(setup.params), OwnOptimizer(setup.params[1:])
     setup.backward()
     scaled = setup.params[1].grad.to_host().copy()
@@ -216,7 +209,7 @@ def test_a_parameter_of_two_optimizers_is_divided_once(setup: Steps, amp_is_on: 
     assert [setup.scaler.step(optimizer) for optimizer in optimizers] == [None, None]
 
 
-def test_two_losses_and_two_optimizers(setup: Steps, amp_is_on: None) -> None:
+def test_two_losses_and_two_optimizers(setup: Steps, under: str) -> None:
     """PyTorch's recipe for several losses."""
     first, second = OwnOptimizer(setup.params[:2]), OwnOptimizer(setup.params[2:])
     with amp.autocast():
@@ -311,7 +304,7 @@ def test_under_scale_loss_clipping_is_right_outside_and_refused_inside(queue: cl
 # ---------------------------------------------------------------------------------------------- second derivatives
 
 
-def test_create_graph_is_refused(setup: Steps, amp_is_on: None) -> None:
+def test_create_graph_is_refused(setup: Steps, under: str) -> None:
     with amp.autocast():
         loss = loss_of(setup.model, setup.data)
     with pytest.raises(NotImplementedError, match="gradient penalty"):
@@ -320,7 +313,7 @@ def test_create_graph_is_refused(setup: Steps, amp_is_on: None) -> None:
         tape.backward(loss, create_graph=True)
 
 
-def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: Steps, amp_is_on: None) -> None:
+def test_a_loss_made_from_gradients_is_refused(queue: cl.CommandQueue, setup: Steps, under: str) -> None:
     setup.backward()
     grad = setup.params[0].grad
     setup.optimizer.zero_grad()
@@ -357,9 +350,7 @@ WITH_GRADIENTS: dict[str, tuple[Callable[[Node, Tensor], Node], bool]] = {
 
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 @pytest.mark.parametrize("how", WITH_GRADIENTS)
-def test_gradients_that_are_only_added_to_a_loss_are_refused(
-    setup: Steps, amp_is_on: None, how: str, scaled: bool
-) -> None:
+def test_gradients_that_are_only_added_to_a_loss_are_refused(setup: Steps, under: str, how: str, scaled: bool) -> None:
     """StyleGAN's penalty is one number a sample, averaged with the rest of the loss."""
     loss_with, trains = WITH_GRADIENTS[how]
     setup.backward()

@@ -14,10 +14,12 @@ from clamp import amp, bridge
 from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.scaling.manual import ManualScaling
+from tests.compat.test_scalers import under
 from tests.debug.faults import Training
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
 
+__all__ = ["under"]  # a fixture
 pytestmark = pytest.mark.usefixtures("shut_down")
 
 TOO_HIGH = 2.0**24
@@ -61,11 +63,9 @@ def test_the_scale_after_a_step_is_told_once_it_is_updated(queue: cl.CommandQueu
     assert [(report.scale_before, report.scale) for report in scaler.history] == [(TOO_HIGH, TOO_HIGH / 2)]
 
 
-@pytest.mark.parametrize("under", ["a handle", "no handle"])
 @pytest.mark.parametrize("kind", ["pytorch", "paddle", "static"])
-def test_a_scale_that_is_set_later_is_not_told_of_earlier_steps(queue: cl.CommandQueue, kind: str, under: str) -> None:
-    if under == "a handle":
-        amp.init()
+@pytest.mark.usefixtures("under")
+def test_a_scale_that_is_set_later_is_not_told_of_earlier_steps(queue: cl.CommandQueue, kind: str) -> None:
     training, first, set_later = Training(queue, "none"), 2.0**4, 2.0**5
     scaler = (
         PaddleScaler(init_loss_scaling=first, use_dynamic_loss_scaling=False) if kind == "static" else make(kind, first)
@@ -79,15 +79,11 @@ def test_a_scale_that_is_set_later_is_not_told_of_earlier_steps(queue: cl.Comman
         assert scaler.history[-1] == told
 
 
-@pytest.mark.parametrize("under", ["a handle", "no handle"])
 @pytest.mark.parametrize("how", ["written", "replaced", "cleared"])
 @pytest.mark.parametrize("kind", ["pytorch", "paddle"])
-def test_what_was_inf_when_it_was_unscaled_skips_the_step(
-    queue: cl.CommandQueue, kind: str, how: str, under: str
-) -> None:
+@pytest.mark.usefixtures("under")
+def test_what_was_inf_when_it_was_unscaled_skips_the_step(queue: cl.CommandQueue, kind: str, how: str) -> None:
     """As in PyTorch: the verdict is that of unscale_, whatever is made of the gradient after it."""
-    if under == "a handle":
-        amp.init()
     training, scaler = Training(queue, "none"), make(kind, 2.0**4)
     scaler.scale(training.loss(*training.data)).backward()
     param = training.optimizer.params[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,30 +25,17 @@ from clamp.debugging import MemoryMeter
 from clamp.ops.cast import cast
 from clamp.params.parts import KEEPS, MasterInParts
 from clamp.params.weight_cache import weight_cache
+from tests.faults.training import Case
 from tests.networks import batch, loss_of, mlp, step, stepping
 from tests.reference import to_device
 
-
-@dataclass(frozen=True)
-class Case:
-    """A small network, and how it is trained."""
-
-    network: str
-    dtype: str
-    level: str = "O1"
-    recorded: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.network}-{self.dtype}-{self.level}{'-recorded' * self.recorded}"
-
-
 CASES = [
-    Case("mlp", "float16"),
-    Case("mlp", "bfloat16", "O2"),
-    Case("mlp", "float16", recorded=True),
-    Case("cnn", "float16"),
-    Case("cnn", "bfloat16", "O2", recorded=True),
-    Case("decoder", "bfloat16"),
+    Case("mlp", False, "float16", "O1"),
+    Case("mlp", False, "bfloat16", "O2"),
+    Case("mlp", True, "float16", "O1"),
+    Case("cnn", False, "float16", "O1"),
+    Case("cnn", True, "bfloat16", "O2"),
+    Case("decoder", False, "bfloat16", "O1"),
 ]
 
 
@@ -257,7 +243,7 @@ def launch(queue: cl.CommandQueue) -> None:
 def test_where_memory_is_short_the_error_says_what_holds_it(
     own_queue: cl.CommandQueue, fails: Callable[[cl.CommandQueue], None]
 ) -> None:
-    train = Training(own_queue, Case("mlp", "float16"))
+    train = Training(own_queue, CASES[0])
     try:
         with ag.Tape():
             kept = train.model(ag.tensor(train.data[0]))

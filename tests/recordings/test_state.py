@@ -621,13 +621,7 @@ def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, 
     """A function that asks runs as it is, and says why; a graph, which records in its second call, raises there."""
     ask = ASKED[name]()
     x, seen = to_device(queue, X), []
-
-    def step(x: Node) -> Node:
-        seen.append(ask())
-        return ag.mul(x, seen[-1])
-
     recorded = amp.record(partial(lambda ask, x: ag.mul(x, ask()), lambda: seen.append(ask()) or seen[-1]))
-    del seen[:]
     with pytest.warns(UserWarning, match="runs without a recording"):
         got = [recorded(Node(value=x)).value.to_host() for _ in range(4)]
     assert len(seen) == 4
