@@ -288,11 +288,18 @@ def test_a_metric_of_something_else_than_the_result_is_fine(queue: cl.CommandQue
 
 
 class _AtTheEnds(Events):
-    """Counts the places where it is asked which handle is active, and where that is shut down."""
+    """Counts the places where it is asked which handle is active, and where that is shut down; traces no other."""
+
+    def _entered(self, frame: FrameType, event: str, arg: Any) -> Any:
+        every = super()._entered(frame, event, arg)
+        return every if self._is_there(frame) else None
 
     def _pass(self, frame: FrameType) -> None:
-        if frame.f_code in (session.active_handle.__code__, session.shutdown.__code__):
+        if self._is_there(frame):
             super()._pass(frame)
+
+    def _is_there(self, frame: FrameType) -> bool:
+        return frame.f_code in (session.active_handle.__code__, session.shutdown.__code__)
 
 
 @pytest.mark.long
