@@ -18,7 +18,7 @@ from netcl.core.transfer import write_tensor
 from netcl.nn.layers import Linear
 from netcl.ops import elementwise
 from netcl.ops.indexing import as_index_tensor, index_add
-from netcl.optim import SGD
+from netcl.optim import SGD, Adam, AdamW, Momentum, RMSProp
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp
@@ -130,6 +130,19 @@ def test_a_write_to_a_part_or_to_the_whole_ends_the_others_entry(queue: cl.Comma
         values.get(tensor, "kind", lambda _: "value")
         values.drop_buffer(written)
         assert len(values) == (not ends)
+
+
+@pytest.mark.parametrize("make", [SGD, Adam, AdamW, Momentum, RMSProp])
+def test_an_optimizer_step_ends_the_entry(
+    queue: cl.CommandQueue, weight: Parameter, handle: amp.AmpHandle, make: Callable[..., object]
+) -> None:
+    optimizer = make([weight], lr=0.5)
+    weight.grad = to_device(queue, np.ones((4, 4)))
+    assert output(weight) == 4.0
+    optimizer.step()  # type: ignore[attr-defined]
+    expected = float(weight.to_host().astype(np.float16).astype(np.float64)[:, 0].sum())
+    assert output(weight) == pytest.approx(expected, rel=1e-3)
+    assert expected != 4.0
 
 
 def test_clear_cache_is_for_kernels_of_the_users_own(
