@@ -118,11 +118,11 @@ class Task:
         self.queue = queue
         self.weight = Parameter.from_host(queue, np.ones(shape, np.float32))
         self.optimizer = SGD([self.weight], lr=LR)
-        self._x = ag.tensor(to_device(queue, np.ones((2, shape[0]))))
+        self.x = ag.tensor(to_device(queue, np.ones((2, shape[0]))))
 
     def loss(self, size: float = 1.0) -> Node:
         """What has that gradient."""
-        return ag.mul(ag.sum(ag.matmul_op(self._x, ag.tensor(self.weight))), size / 2)
+        return ag.mul(ag.sum(ag.matmul_op(self.x, ag.tensor(self.weight))), size / 2)
 
     def backward(self, handle: Any, size: float = 1.0) -> None:
         """One scaled pass."""

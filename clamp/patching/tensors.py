@@ -36,6 +36,8 @@ def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
 
     def call(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
         targets = written(places, args, kwargs)
+        if any(target is not None for target in targets):
+            settle_late()  # a backward that is to be run again reads what its forward has read
         try:
             return wrapper(wrapped, instance, args, kwargs)
         finally:
@@ -172,6 +174,7 @@ def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
 @meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill")
 def transfer_write(wrapped: Any, instance: None, /, queue: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
     """netcl's copies and fills: what was derived from their destination is stale."""
+    settle_late()  # as above
     try:
         return wrapped(queue, dst, *args, **kwargs)
     finally:

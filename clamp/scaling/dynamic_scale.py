@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from clamp.interrupts import of_threads
+from clamp.interrupts import holding, of_threads
 from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState, scale_lock
 from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
@@ -173,6 +173,7 @@ class DynamicLossScale(LossScale):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.late: list[Callable[[], object]] = []
+        self.is_settling = False
 
 
 _thread = of_threads(_Thread())
@@ -184,10 +185,14 @@ def settle_later(settle: Callable[[], object]) -> None:
 
 
 def settle_late() -> None:
-    """Hears what has become of this thread's passes, before their gradients are used."""
-    while _thread.late:
-        _thread.late[0]()
-        _thread.late.pop(0)
+    """Hears what has become of this thread's passes, before their gradients are used, or what their graphs read is
+    written to."""
+    if _thread.is_settling:  # a repeat writes to tensors, too
+        return
+    with holding(_thread, "is_settling", True):
+        while _thread.late:
+            _thread.late[0]()
+            _thread.late.pop(0)
 
 
 def forget_late() -> None:

@@ -232,7 +232,7 @@ def test_a_generators_leftover_is_divided_by_its_own_scale(queue: cl.CommandQueu
     generator, critic = Task(queue, (4, 4)), Task(queue, (4, 3))
 
     def fake() -> Any:
-        return ag.matmul_op(generator._x, ag.tensor(generator.weight))
+        return ag.matmul_op(generator.x, ag.tensor(generator.weight))
 
     def judged(x: Any, size: float) -> Any:
         return ag.mul(ag.sum(ag.matmul_op(x, ag.tensor(critic.weight))), size)

@@ -13,14 +13,17 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core import transfer
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, ReLU, Sequential
+from netcl.ops import tensor_ops
 from netcl.optim import SGD, Adam
 from netcl.optim.clip import clip_grad_norm
 
-from clamp import amp, bridge, session
+from clamp import amp, session
 from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
+from clamp.ops.cast import cast_into
 from clamp.ops.loss_scale import DeviceState
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.repeats import Repeats
@@ -235,7 +238,7 @@ def writes_it(task: Task) -> None:
 
 def writes_it_unseen(task: Task) -> None:
     """By means of which nobody hears."""
-    bridge.write_bytes(task.weight.grad, np.full(task.weight.shape, 3, np.float32).view(np.uint8).reshape(-1))
+    cast_into(to_device(task.queue, np.full(task.weight.shape, 3)), task.weight.grad)
 
 
 def adds_to_it(task: Task) -> None:
@@ -282,6 +285,27 @@ def failing_read(number: int, error: type[BaseException]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DeviceState, "read", failing)
         yield
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, other: x.write(other.to_host()),
+        lambda x, other: transfer.copy(x.queue, x.buffer, other.buffer),
+        lambda x, other: tensor_ops.narrow(other, 0, 0, 2, out=x),
+    ],
+)
+def test_the_next_batch_may_come_before_the_step(queue: cl.CommandQueue, write: Callable[..., Any]) -> None:
+    """In the memory of the last one, which a backward that is run again reads."""
+    task, other = Task(queue), to_device(queue, np.full((2, 4), 3), "float16")
+    task.x = ag.tensor(to_device(queue, np.ones((2, 4)), "float16"))
+    with amp.init() as handle:
+        to_an_overflow(task, handle)
+        before = task.moved
+        write(task.x.value, other)
+        task.optimizer.step()
+        assert (task.x.value.to_host() == 3).all()
+        assert task.moved - before == 2.0**20
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3, 4])
