@@ -254,7 +254,7 @@ def alias(tensor: Tensor, handle: Any = None) -> Tensor:
     )
 
 
-class _WithoutMemory(Tensor):  # type: ignore[misc]  # netcl has no types
+class WithoutMemory(Tensor):  # type: ignore[misc]  # netcl has no types
     """The shape and dtype of a tensor, without its memory.
 
     Args:
@@ -267,7 +267,7 @@ class _WithoutMemory(Tensor):  # type: ignore[misc]  # netcl has no types
         self.context, self.queue, self._backend = like.context, like.queue, like._backend
 
 
-class Late(_WithoutMemory):
+class Late(WithoutMemory):
     """A tensor that is computed when somebody asks for its memory.
 
     Args:
@@ -286,7 +286,7 @@ class Late(_WithoutMemory):
         return self._made[0].buffer
 
 
-class Freed(_WithoutMemory):
+class Freed(WithoutMemory):
     """Placeholder in a graph for a computed tensor whose memory has been freed: its shape and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -300,6 +300,19 @@ class Freed(_WithoutMemory):
             f"the value of a computed node, {self.dtype} of shape {tuple(self.shape)}, has been freed: backward does "
             "not need it, and no variable held the node. Keep the node (or its value) in a variable from the forward "
             "on, or record the forward on a tape that keeps everything, ag.Tape(retain_grads=True)"
+        )
+
+
+class Overwritten(WithoutMemory):
+    """In the place of a tensor that backward would read, and that does not hold any more what the forward has read."""
+
+    @property
+    def buffer(self) -> Any:
+        """Raises RuntimeError: the gradient would be that of another forward."""
+        raise RuntimeError(
+            f"a tensor of shape {tuple(self.shape)} was written to between a forward and its backward, which both read "
+            "it: the gradients would be those of another forward. Run backward before the tensor of a batch gets the "
+            "next one, or make the next one a tensor of its own"
         )
 
 

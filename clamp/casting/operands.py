@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, Self, TypeAlias
@@ -29,6 +29,7 @@ from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery, graphs
 from clamp.params.weight_cache import Value, weight_cache, weight_cast
+from clamp.params.writes import writes
 
 
 class NotOwned(Exception):
@@ -94,6 +95,12 @@ class Operand:
         """Called when backward does not read the value, either."""
         self.value = _NOT_READ
 
+    def require_unwritten(self, time: int) -> None:
+        """Called before gradient functions, which must not read what was written to since a time on the clock of
+        writes. A weight's is the optimizer's matter: what its step has written to may be read as it is."""
+        if is_overwritten(self.value, time):
+            self.value = bridge.Overwritten(self.value)
+
     def goes(self) -> bool:
         """Returns whether the value, a copy of a weight, is dropped when the backward that runs has read it."""
         return False
@@ -103,6 +110,13 @@ class Operand:
 
 
 _NOT_READ: Any = None
+
+
+def is_overwritten(value: Any, time: int) -> bool:
+    """Returns whether a tensor that is no weight was written to after a time."""
+    if not isinstance(value, Tensor) or isinstance(value, bridge.WithoutMemory):
+        return False
+    return writes.surely_since(value.buffer, time) and not bridge.is_weight(value)
 
 
 class Casting(ABC):
@@ -258,6 +272,7 @@ def bound(
     first: Callable[[Tensor], Tensor] | None = None,
     moves: bool = False,
     unread: Iterable[Operand] = (),
+    besides: Sequence[Operand] = (),
 ) -> Any:
     """Binds a result into the autograd graph: a Node, or a bare Tensor for bare tensors and under no_grad.
 
@@ -268,6 +283,7 @@ def bound(
         moves: the gradient functions compute nothing, and take a gradient of any dtype, also of an ``out`` in 16 bits.
             They read no operand's value.
         unread: operands whose values the gradient functions do not read, so that they are not kept for them.
+        besides: others whose values they read: indices, labels.
     """
     operands: list[Operand] = []
     for key in gradients:
@@ -277,8 +293,11 @@ def bound(
         operand.forward_done()
         if operand.goes_at_once and _are_leaves(operands):  # a first layer's: read for no input's gradient
             operand.drop()
+    then = writes.now
 
     def backward(grad: Tensor) -> list[Tensor | None]:
+        if writes.now != then:
+            _require_unwritten((*operands, *besides), then)
         wanted = [operand for operand in operands if bridge.needs_grad(operand.parent)]
         going = late and [operand for operand in late if operand.goes()]
         if going and _are_leaves(wanted):  # as above
@@ -301,6 +320,11 @@ def bound(
     if prod(out.shape) > graphs.LARGE or prod(parents[0].value.shape) > graphs.LARGE:
         graphs.free_unread_values(parents, bool(RESULTS.observers))
     return made
+
+
+def _require_unwritten(operands: Iterable[Operand], time: int) -> None:
+    for operand in operands:
+        operand.require_unwritten(time)
 
 
 def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:

@@ -8,7 +8,7 @@ from typing import Any
 from clamp import bridge
 from clamp.bridge import Tensor, TensorLike
 from clamp.casting.arguments import reporter, tensors_in
-from clamp.casting.operands import Casting, Operand, cast_node, owned_value, widest
+from clamp.casting.operands import Casting, Operand, cast_node, is_overwritten, owned_value, widest
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import LAST_USE, Caching, Region
 from clamp.ops.cast import cast
@@ -121,6 +121,10 @@ class _LateOperand(Operand):
 
     def is_not_read(self) -> None:
         """Its copies go by rules of their own."""
+
+    def require_unwritten(self, time: int) -> None:
+        if self._value is None and is_overwritten(self.parent.value, time):
+            self._value = bridge.Overwritten(self.parent.value, dtype=self._dtype)
 
 
 _SMALL_COPY = 1 << 14  # bytes

@@ -15,7 +15,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
-from clamp.casting.operands import Casting, Gradients, NotOwned, bound, float_operands, owned_value
+from clamp.casting.operands import Casting, Gradients, NotOwned, Operand, bound, float_operands, owned_value
 from clamp.casting.policies import Match
 from clamp.casting.registry import implements
 from clamp.ops import concat
@@ -94,9 +94,11 @@ def _select(
     dtype = casting.result_dtype(operand) if operand.value.dtype in bridge.STORAGE else "int32"
     if out is not None:
         return ops.index_select(operand.value, axis, at, out_dtype=dtype, out=owned_value(out))
-    selected = ops.index_select(operand.value, axis, at, out_dtype=dtype)
-    gradients: Gradients = {operand: lambda grad, dtype: _selected_gradient(grad, operand.shape, axis, at, dtype)}
-    return bound(selected, gradients, name, tape, unread=(operand,))
+    selected, index = ops.index_select(operand.value, axis, at, out_dtype=dtype), Operand(at, at)
+    gradients: Gradients = {
+        operand: lambda grad, dtype: _selected_gradient(grad, operand.shape, axis, index.value, dtype)
+    }
+    return bound(selected, gradients, name, tape, unread=(operand,), besides=(index,))
 
 
 def _selected_gradient(grad: Tensor, shape: Sequence[int], axis: int, at: Tensor, dtype: str) -> Tensor:
@@ -155,12 +157,13 @@ def index_add(casting: Casting, dst: Any, axis: int, idx: Any, src: Any, tape: T
     at = _indices("index_add", idx, to.value, axis)
     out = bridge.empty(to.value.queue, to.shape, casting.result_dtype(to, source))
     ops.index_add(source.value, to.shape, axis, at, out, to.value)
+    index = Operand(at, at)
 
     gradients: Gradients = {
         to: lambda grad, dtype: cast(grad, dtype),
-        source: lambda grad, dtype: ops.index_select(grad, axis, at, out_dtype=dtype, missing=0.0),
+        source: lambda grad, dtype: ops.index_select(grad, axis, index.value, out_dtype=dtype, missing=0.0),
     }
-    return bound(out, gradients, "index_add", tape, unread=(to, source))
+    return bound(out, gradients, "index_add", tape, unread=(to, source), besides=(index,))
 
 
 @implements("netcl.autograd.argmax", "netcl.ops.indexing.argmax", uses=_LARGEST)

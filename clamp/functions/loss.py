@@ -308,9 +308,9 @@ def _label_loss(casting: Casting, name: str, logits: Any, targets: Any, ignore_i
             f"{name}: logits have shape {x.shape}, targets have shape {labels.shape}; "
             f"pass {rows} labels, one for each row"
         )
-    forward = ops.label_loss(x.value, labels, ignore_index)
-    gradients: Gradients = {x: lambda grad, dtype: ops.label_gradient(x.value, labels, forward, grad, dtype)}
-    return bound(forward.loss, gradients, name, tape)
+    forward, given = ops.label_loss(x.value, labels, ignore_index), Operand(labels, labels)
+    gradients: Gradients = {x: lambda grad, dtype: ops.label_gradient(x.value, given.value, forward, grad, dtype)}
+    return bound(forward.loss, gradients, name, tape, besides=(given,))
 
 
 def _rank(targets: Any) -> int:

@@ -35,6 +35,10 @@ class Writes:
         """Returns whether a buffer that exists since then has been written to after that time."""
         return self.now > time and max(self._last.get(id(buffer), 0), self._all) > time
 
+    def surely_since(self, buffer: Any, time: int) -> bool:
+        """As ``since``, for an error: False of a buffer of which nothing is known any more."""
+        return self.now > time and self._last.get(id(buffer), 0) > time
+
 
 #: Those of the process.
 writes = Writes()

@@ -13,7 +13,7 @@ from netcl import autograd as ag
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
-from tests.reference import to_device, to_numpy
+from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -124,3 +124,61 @@ def test_who_walks_a_graph_is_told_that_a_value_is_gone(queue: cl.CommandQueue) 
             node.value.to_host()
         with pytest.raises(RuntimeError, match="Keep the node"):
             ag.add(node, 1.0)
+
+
+def _written_to(
+    queue: cl.CommandQueue, function: Callable[[Node, Node], Node], dtypes: tuple[str, str], which: int, write: bool
+) -> list[Any]:
+    """The gradients of two tensors, of which one was written to between forward and backward, or not."""
+    rng = np.random.default_rng(0)
+    tensors = [to_device(queue, rng.standard_normal((256, 256)), dtype) for dtype in dtypes]
+    tensors[which].requires_grad = False
+    tensors[1 - which].requires_grad = True
+    out = function(*[ag.tensor(x) for x in tensors])
+    if write:
+        tensors[which].write(np.ones((256, 256), np.float32))
+    out.backward(to_device(queue, np.ones(out.value.shape), out.value.dtype))
+    return [None if x.grad is None else to_numpy(x.grad) for x in tensors]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtypes"),
+    [
+        (ag.matmul_op, ("float32", "float32")),  # whose 16-bit copy is made again
+        (ag.matmul_op, ("float16", "float16")),
+        (ag.mse_loss, ("float32", "float32")),
+        (lambda a, b: ag.mul(ag.relu(a), b), ("float16", "float32")),
+    ],
+)
+def test_what_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, function: Any, dtypes: Any) -> None:
+    """The next batch in the last one's memory, before backward, say."""
+    with amp.init(), pytest.raises(RuntimeError, match=r"shape \(256, 256\) was written to between a forward and"):
+        _written_to(queue, function, dtypes, 1, write=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, index: ag.embedding(x, index),
+        lambda x, index: ag.index_add(ag.tensor(x.value), 0, index, x),
+        lambda x, index: ag.cross_entropy_indices(x, index),
+    ],
+)
+def test_indices_that_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, function: Any) -> None:
+    """A batch of words, or of labels."""
+    index = Tensor.from_host(queue, np.arange(5, dtype=np.int32), dtype="int32")
+    x = to_device(queue, np.random.default_rng(0).standard_normal((5, 8)))
+    x.requires_grad = True
+    with amp.init():
+        out = function(ag.tensor(x), index)
+        index.write(np.zeros(5, np.int32))
+        with pytest.raises(RuntimeError, match=r"shape \(5,\) was written to"):
+            out.backward()
+
+
+@pytest.mark.parametrize("function", [ag.add, lambda a, b: ag.mul(b, ag.tanh(ag.mul(a, 0.0)))])
+def test_what_no_gradient_reads_may_be_written_to(queue: cl.CommandQueue, function: Any) -> None:
+    with amp.init():
+        for dtype in ("float16", "float32"):
+            kinds = (dtype, dtype)
+            assert_same(*[_written_to(queue, function, kinds, 0, write)[1:] for write in (False, True)])
