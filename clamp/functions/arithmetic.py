@@ -213,11 +213,11 @@ def where(casting: Casting, condition: TensorLike, a: Argument, b: Argument, tap
     return bound(out, {choice: None, **gradients}, "where", tape, unread=operands)
 
 
-def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Tensor]:
+def _masked_operands(casting: Casting, x: TensorLike, mask: TensorLike) -> tuple[Operand, Operand]:
     (operand,) = float_operands(casting, x)
     where = whole_value(mask)
     bridge.require_same_queue("masked_fill", operand.value, where)
-    return operand, where
+    return operand, Operand(where, where)
 
 
 @implements("netcl.autograd.masked_fill", "netcl.ops.lm_ops.masked_fill", uses=(elementwise,))
@@ -231,16 +231,16 @@ def masked_fill(casting: Casting, x: TensorLike, mask: TensorLike, fill: float =
     """
     operand, where = _masked_operands(casting, x, mask)
     fill = number("masked_fill", "fill", fill)
-    out = fill_masked(operand.value, where, fill, out_dtype=casting.result_dtype(operand))
-    gradients: Gradients = {operand: lambda grad, dtype: masked_fill_backward(grad, where, out_dtype=dtype)}
-    return bound(out, gradients, "masked_fill", tape, unread=(operand,))
+    out = fill_masked(operand.value, where.value, fill, out_dtype=casting.result_dtype(operand))
+    gradients: Gradients = {operand: lambda grad, dtype: masked_fill_backward(grad, where.value, out_dtype=dtype)}
+    return bound(out, gradients, "masked_fill", tape, unread=(operand,), besides=(where,))
 
 
 @implements("netcl.ops.lm_ops.masked_fill_backward", uses=(elementwise,))
 def tensor_masked_fill_backward(casting: Casting, grad_out: Tensor, mask: Tensor) -> Tensor:
     """The gradient where the mask is zero, 0 elsewhere."""
     operand, where = _masked_operands(casting, grad_out, mask)
-    return masked_fill_backward(operand.value, where, out_dtype=casting.result_dtype(operand))
+    return masked_fill_backward(operand.value, where.value, out_dtype=casting.result_dtype(operand))
 
 
 @implements("netcl.ops.elementwise_optimized.fused_bias_relu", uses=(elementwise, sum_to_shape))

@@ -162,12 +162,13 @@ def test_what_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, func
         lambda x, index: ag.embedding(x, index),
         lambda x, index: ag.index_add(ag.tensor(x.value), 0, index, x),
         lambda x, index: ag.cross_entropy_indices(x, index),
+        lambda x, index: ag.masked_fill(x, index, -1.0),
     ],
 )
 def test_indices_that_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, function: Any) -> None:
-    """A batch of words, or of labels."""
+    """A batch of words, or of labels, or its mask."""
     index = Tensor.from_host(queue, np.arange(5, dtype=np.int32), dtype="int32")
-    x = to_device(queue, np.random.default_rng(0).standard_normal((5, 8)))
+    x = to_device(queue, np.random.default_rng(0).standard_normal((5, 5)))
     x.requires_grad = True
     with amp.init():
         out = function(ag.tensor(x), index)
