@@ -299,6 +299,7 @@ class StepGuards(bridge.Listed):
 
     def __init__(self, *, check_finite: bool = True) -> None:
         self._by_id: dict[int, StepGuard] = {}
+        self._guards_lock = threading.RLock()  # optimizers of several threads may come at a time, and get a bit each
         self._check_finite = check_finite
         self.wants_scaling = False  # whether losses are meant to be scaled, so that a step without is worth a word
         self._checks: dict[tuple[cl.CommandQueue, int], DeviceState] = {}  # one a thread, which waits for its own
@@ -334,24 +335,27 @@ class StepGuards(bridge.Listed):
             params = bridge.optimizer_parameters(optimizer)
             if not callable(getattr(optimizer, "step", None)):
                 raise TypeError(f"{type(optimizer).__name__} has no method step(): pass an optimizer")
-            guard = self._guard(optimizer)
-            used = {other.mask for other in self._scaled if other.optimizer is not None}
-            free = [1 << bit for bit in range(MAX_OPTIMIZERS) if 1 << bit not in used]
-            if not free:
-                raise RuntimeError(
-                    f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, which has one overflow bit for each: "
-                    "delete those that are not used any more (del optimizer), or give parameters that are stepped "
-                    "together to one optimizer"
-                )
-            guard.mask = free[0]
+            with self._guards_lock:
+                guard = self._guard(optimizer)
+                used = {other.mask for other in self._scaled if other.optimizer is not None}
+                free = [1 << bit for bit in range(MAX_OPTIMIZERS) if 1 << bit not in used]
+                if not free:
+                    raise RuntimeError(
+                        f"more than {MAX_OPTIMIZERS} optimizers share one AMP handle, which has one overflow bit for "
+                        "each: delete those that are not used any more (del optimizer), or give parameters that are "
+                        "stepped together to one optimizer"
+                    )
+                guard.mask = guard.mask or free[0]
             _mark_plain_tensors(optimizer, params)
         return guard
 
     def _guard(self, optimizer: Any) -> StepGuard:
         guard = self._by_id.get(id(optimizer))
         if guard is None or guard.optimizer is not optimizer:
-            self._by_id = {key: known for key, known in self._by_id.items() if known.optimizer is not None}
-            guard = self._by_id[id(optimizer)] = StepGuard(optimizer, self)
+            with self._guards_lock:
+                known = {key: other for key, other in self._by_id.items() if other.optimizer is not None}
+                guard = known[id(optimizer)] = known.get(id(optimizer)) or StepGuard(optimizer, self)
+                self._by_id = known
         return guard
 
     def stepping(self, params: Sequence[Tensor]) -> StepGuard | None:

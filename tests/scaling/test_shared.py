@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +26,7 @@ from clamp.scaling.backward_pass import BackwardPass
 from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import scaled_node
-from clamp.scaling.step_guard import StepGuard
+from clamp.scaling.step_guard import StepGuard, StepGuards
 from tests.reference import HALF_DTYPES, to_device
 from tests.scaling.test_overflow import plant
 
@@ -245,6 +248,22 @@ def test_who_comes_where_another_was_is_not_taken_for_it(queue: cl.CommandQueue,
     assert handle.last_step.stepped
     np.testing.assert_array_equal(named.to_host(), [0.0, 1.0])
     assert guards._by_id[id(optimizer)].optimizer is optimizer
+
+
+def test_optimizers_of_threads_that_come_together_have_a_bit_each(queue: cl.CommandQueue) -> None:
+    """One bit for two would let the one's next pass forget that the other's has overflowed."""
+    optimizers, interval = [SGD([parameter(queue)]) for _ in range(16)], sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(16) as threads:
+            for _ in range(100):
+                guards, start = StepGuards(), threading.Barrier(16)
+                given = threads.map(lambda x, start=start, of=guards.of: (start.wait(), of(x))[1], optimizers)
+                found = list(given)
+                assert len({guard.mask for guard in found}) == 16
+                assert found == [guards.of(optimizer) for optimizer in optimizers]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # ---------------------------------------------------------------------------------------------- a verdict's holders
