@@ -222,12 +222,14 @@ class _Pass:
         around: the backward pass whose op runs this one; None without. Whatever runs that again runs this.
         met: its leaves, and all that passes inside of it have given a gradient to, by id, with what they had before.
         given: the gradient that the user's op has been given whose backward runs; None where none does.
+        root: from which it runs.
         aside: gradients of other scales that its leaves, and others that passes inside of it have reached, had before.
         late: gradients of passes inside of it to leaves to which it had given one already. The engine, which adds to
             what it holds itself, would forget them.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], root: Node) -> None:
+        self.root = root
         self.within = next(reversed(running.waiting.values()), None)
         self.around = running.now if running.now is not None and running.now.within is self.within else None
         self.met: dict[int, tuple[Any, Tensor | None]] = {id(x): (x, getattr(x, "grad", None)) for x in leaves}
@@ -240,7 +242,7 @@ class _Pass:
         """Returns whether what a leaf had before it has of the pass around this one, or of another inside of that."""
         return self.around is not None and id(leaf) in self.around.met
 
-    def has_run(self, reached: Sequence[Any], root: Node, again: Repeat, launches: Sequence[Repeat]) -> None:
+    def has_run(self, reached: Sequence[Any], again: Repeat, launches: Sequence[Repeat]) -> None:
         """Tells of what has got gradients, its own leaves and others, who is to know; see ``PassGradients.ran``.
 
         Args:
@@ -253,7 +255,7 @@ class _Pass:
             self.around.met.update((key, x) for key, x in met.items() if key not in self.around.met)
         elif self.within is not None:
             before = {key: grad for key, (_, grad) in self.met.items() if grad is not None}
-            self.within.ran([leaf for leaf, _ in met.values()], before, root, again, launches)
+            self.within.ran([leaf for leaf, _ in met.values()], before, self.root, again, launches)
 
 
 class _Running(threading.local):
@@ -310,10 +312,12 @@ def giving(grad: Tensor) -> AbstractContextManager[None]:
 
 def goes_on(seed: Tensor | None, leaves: Iterable[Any]) -> bool:
     """Returns whether a backward hands on what the pass around it has given to an op of the user's: it begins with a
-    gradient, or from a loss that has that one among its leaves."""
-    if running.now is None or seed is not None:
+    gradient, or from a loss that has that one, or another of that pass, among its leaves."""
+    now = running.now
+    if now is None or seed is not None:
         return seed is not None
-    return any(leaf is running.now.given for leaf in leaves)
+    grads = {id(now.given), *(id(vars(node).get("grad")) for node in bridge.graph(now.root))}
+    return any(id(leaf) in grads for leaf in leaves)
 
 
 def gradient_dtype(dtype: str) -> str:
@@ -334,7 +338,9 @@ def narrow_for_others(nodes: Iterable[Node]) -> None:
 def _narrowed(run: Callable[[Any], Any], dtype: str, grad: Any) -> Any:
     if not running.layerwise:
         return run(grad)
-    found = run(cast(grad, dtype) if dtype in bridge.HALF_DTYPES else grad)
+    grad = cast(grad, dtype) if dtype in bridge.HALF_DTYPES else grad
+    with giving(grad):
+        found = run(grad)
     return [cast(x, "float32") if getattr(x, "dtype", None) in bridge.HALF_DTYPES else x for x in found]
 
 
@@ -357,7 +363,7 @@ def deliver(
         is_last: as of ``running``.
     """
     mark = Mark(scale) if scale is not None else PLAIN_HALF if in_half else PLAIN
-    this = _Pass(leaves)
+    this = _Pass(leaves, root)
     before = [(leaf, grad) for leaf, grad in this.met.values() if grad is not None]
     arounds = [(leaf, grad) for leaf, grad in before if this.is_arounds(leaf)]
     this.aside = [(x, grad) for x, grad in before if not this.is_arounds(x) and not _adds_up(mark_of(grad), mark)]
@@ -372,7 +378,7 @@ def deliver(
         if before:
             adding_to(before)
         reached = _mark_all(leaves, {id(leaf): grad for leaf, grad in before}, mark)
-        this.has_run(reached, root, again, launches)
+        this.has_run(reached, again, launches)
         for leaf, grad in arounds:
             if leaf.grad is not None and this.around is not None:
                 this.around.late.append((leaf, leaf.grad))

@@ -16,7 +16,7 @@ from netcl import autograd as ag
 from netcl.optim import SGD, clip_grad_norm
 
 from clamp import amp
-from clamp.bridge import Parameter, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.ops.multi_tensor import check_
 from tests.compat.test_scalers import FACES
 from tests.networks import LR, Task, scaled_backward
@@ -364,7 +364,7 @@ def test_a_node_that_has_its_parents_tensor_has_its_own_gradient(
 # ---------------------------------------------------------------------------------------------- one backward in another
 
 
-def _run_again(f: Any, from_a_loss: bool = False) -> Any:
+def _run_again(f: Any, from_a_loss: bool = False, by_hand: bool = False) -> Any:
     """An op that keeps nothing, as a reversible block: its backward runs f again, and backward through that."""
 
     def op(x: Any) -> Any:
@@ -382,6 +382,8 @@ def _run_again(f: Any, from_a_loss: bool = False) -> Any:
                 ag.Tape().backward(again, grad)
             return [given.grad]
 
+        if by_hand:
+            return Node(forward(x.value), grad_fn=backward, parents=[x], requires_grad=True)
         return ag.apply_op(forward, backward, x)
 
     return op
@@ -391,6 +393,7 @@ _USES: dict[str, tuple[Any, int]] = {  # functions of x and of one that multipli
     "alone": (lambda x, f: _run_again(f)(x), 1),
     "between others": (lambda x, f: f(_run_again(f)(f(x))), 3),
     "from a loss": (lambda x, f: f(_run_again(f, from_a_loss=True)(f(x))), 3),
+    "in a node made by hand": (lambda x, f: f(_run_again(f, from_a_loss=True, by_hand=True)(f(x))), 3),
     "in another": (lambda x, f: f(_run_again(lambda x: _run_again(f)(f(x)))(f(x))), 4),
 }
 
