@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.interrupts import Flag, contextmanager, holding, of_threads
+from clamp.interrupts import Flag, contextmanager, holding, of_threads, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
@@ -64,24 +64,27 @@ def narrow(
         now = bridge.canonical_dtype(param.dtype)
         if now not in ("float32", *HALF_DTYPES) or not bridge.on_device(param):
             continue
-        if now == "float32":
-            master = bridge.take_storage(param)
-            master.requires_grad = param.requires_grad
-            share_gradient(master, param, param.grad)
-        else:
-            master = master_for(param)
-        if now != wanted:
-            narrowed = cast(master, wanted)  # before the parameter's storage, a part of some masters, is given back
-            if now != "float32":
-                bridge.take_storage(param)
-            bridge.give_storage(param, narrowed)
-        _link(master, param, KEEPS[keep_master], mixed(seed, place))
-        bridge.set_gradient_dtype(param, gradient_dtype or ("float32" if PARTS[KEEPS[keep_master]] else None))
-        weight_cache.drop(param)
-        for optimizer in optimizers:
-            for index, stepped in enumerate(optimizer.params):
-                if stepped is param:
-                    bridge.replace_parameter(optimizer, index, master)
+        with uninterrupted():  # until the master, which alone has the parameter's value, is known to it
+            # The cast comes before any storage is taken: where there is no memory for it, the parameter is as it was.
+            if now == "float32":
+                narrowed = cast(param, wanted)
+                master = bridge.take_storage(param)
+                master.requires_grad = param.requires_grad
+                share_gradient(master, param, param.grad)
+                bridge.give_storage(param, narrowed)
+            else:
+                master = master_for(param)
+                if now != wanted:
+                    narrowed = cast(master, wanted)
+                    bridge.take_storage(param)  # a part of some masters
+                    bridge.give_storage(param, narrowed)
+            _link(master, param, KEEPS[keep_master], mixed(seed, place))
+            bridge.set_gradient_dtype(param, gradient_dtype or ("float32" if PARTS[KEEPS[keep_master]] else None))
+            weight_cache.drop(param)
+            for optimizer in optimizers:
+                for index, stepped in enumerate(optimizer.params):
+                    if stepped is param:
+                        bridge.replace_parameter(optimizer, index, master)
 
 
 def master_for(model: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.interrupts import contextmanager, holding, uninterrupted
-from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error
+from clamp.opencl.host_steps import host_step, noting_launches, recorder, undone_by_error, unrecorded
 from clamp.ops.loss_scale import scale_lock
 from clamp.params import delivery
 from clamp.params.delivery import Repeat
@@ -94,7 +94,8 @@ def scaled_pass(
                     again = one.again_in_replays(launches)
                     host_step(partial(_end_again, one, restoring(one.tensors, guards), again, scaling))
             except BaseException:
-                scaler.forget_found()
+                with unrecorded():
+                    scaler.forget_found()
                 raise
         if repeats is not None:
             repeats.settle(one.tensors)

@@ -1,4 +1,5 @@
-"""Ctrl-C in what a scaler, or a graph, does as a whole: it is done, and noted, or can be done again."""
+"""Ctrl-C, or an error, in what a scaler, a graph or ``decorate`` does as a whole: it is done, and noted, or can be done
+again."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import netcl.amp
 import numpy as np
@@ -14,10 +16,10 @@ import pytest
 from netcl import autograd as ag
 from netcl.optim import SGD
 
-from clamp import amp
+from clamp import amp, bridge
 from clamp.compat import paddle
 from clamp.compat.oneflow import Graph
-from clamp.params import updates
+from clamp.params import masters, updates
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.loss_scale import LossScale
 from tests.faults.check import as_python_does
@@ -115,23 +117,60 @@ def test_netcls_scaler_divides_once(task: Task) -> None:
         assert task.gradient == 1
 
 
+class Halves(Graph):
+    """A model, of which each half has an optimizer."""
+
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        super().__init__()
+        self.model = mlp(queue, 4, 4, 4)
+        for layer in (self.model.layers[0], self.model.layers[2]):
+            self.add_optimizer(SGD(layer.parameters(), lr=LR))
+        self.set_grad_scaler(amp.GradScaler(init_scale=2.0**8))
+        self.x = to_device(queue, np.ones((2, 4), np.float32))
+
+    def build(self, x: Any) -> Any:
+        loss = ag.sum(self.model(x))
+        loss.backward()
+        return loss
+
+
 def test_all_optimizers_of_a_graph_step(queue: cl.CommandQueue) -> None:
-    model = mlp(queue, 4, 4, 4)
-    halves = [SGD(layer.parameters(), lr=LR) for layer in (model.layers[0], model.layers[2])]
-
-    class Both(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            for optimizer in halves:
-                self.add_optimizer(optimizer)
-
-        def build(self, x: Any) -> Any:
-            loss = ag.sum(self.model(x))
-            loss.backward()
-            return loss
-
-    graph, before = Both(), weights_of(model)
+    graph = Halves(queue)
+    before = weights_of(graph.model)
     with _interrupted_after(updates, "make"):
-        graph(to_device(queue, np.ones((2, 4), np.float32)))
-    assert all((was != now).any() for was, now in zip(before, weights_of(model), strict=True))
+        graph(graph.x)
+    assert all((was != now).any() for was, now in zip(before, weights_of(graph.model), strict=True))
+
+
+def test_an_error_in_a_graph_that_is_recorded_is_raised_as_itself(queue: cl.CommandQueue) -> None:
+    graph = Halves(queue)
+    graph(graph.x)
+    before = weights_of(graph.model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LossScale, "unscale_", Mock(side_effect=MemoryError("no more")))
+        with pytest.raises(MemoryError, match="no more"):
+            graph(graph.x)
+    assert all((was == now).all() for was, now in zip(before, weights_of(graph.model), strict=True))
+    graph(graph.x)
+    assert all((was != now).any() for was, now in zip(before, weights_of(graph.model), strict=True))
+
+
+def test_a_parameter_that_there_is_no_memory_for_in_16_bits_is_as_it_was(queue: cl.CommandQueue) -> None:
+    param = bridge.empty(queue, (64,), "float32")
+    param.write(value := np.arange(64, dtype=np.float32))
+    handle = param.pool_handle
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(masters, "cast", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            masters.narrow([param], "float16")
+    assert handle is not None
+    assert param.pool_handle is handle, "its memory stays its own"
+    np.testing.assert_array_equal(param.to_host(), value)
+
+
+def test_a_parameter_keeps_its_bits_in_a_master(task: Task) -> None:
+    task.weight.write(value := np.full(task.weight.shape, 1 + 2**-20, np.float32))
+    with _interrupted_after(bridge, "give_storage"):
+        masters.narrow([task.weight], "float16", [task.optimizer])
+    masters.narrow([task.weight], "float16", [task.optimizer])
+    np.testing.assert_array_equal(task.optimizer.params[0].to_host(), value)
