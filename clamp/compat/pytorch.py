@@ -230,8 +230,9 @@ def checkpoint(
             x = amp.checkpoint(block, x)
 
     The function runs again as it ran: in the same autocast regions, with the same random numbers and dropout masks;
-    running statistics of batch norms move once. Its gradients have the bits that they have without. It may read
-    parameters and nodes from outside, return nested containers, be checkpointed inside of another, and be recorded.
+    running statistics of batch norms move once. Its gradients have the bits that they have without, but for sums over
+    uses inside and outside, which come in another order. It may read parameters and nodes from outside, return nested
+    containers, be checkpointed inside of another, and be recorded.
 
     Args:
         function: a function, method or layer that computes the same whenever it is called with the same arguments.
