@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dis import opmap
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_ITERABLE_COROUTINE
 from types import BuiltinMethodType, FrameType
@@ -28,7 +29,7 @@ from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager
-from clamp.opencl.host_steps import HostValue, recorder, refuse, value_now
+from clamp.opencl.host_steps import HostValue, refuse, value_now
 from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES
 from clamp.recordings.watch import Watch
@@ -92,6 +93,7 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (socket.socket, frozenset({"recv", "recv_into", "recvfrom"})),
 )
 _GOES_ON = CO_GENERATOR | CO_COROUTINE | CO_ITERABLE_COROUTINE | CO_ASYNC_GENERATOR
+_CLOSED = {opmap.get(name) for name in ("RERAISE", "CLEANUP_THROW")}  # where one is left that nobody holds any more
 _TODAY = frozenset({"now", "utcnow", "today"})
 #: Modules that read a file for whoever calls them.
 _READERS = frozenset({"genericpath", "posixpath", "ntpath", "pathlib", "pathlib._local", "pathlib._abc", "json"})
@@ -113,24 +115,25 @@ def answers_refused(attempt: Attempt) -> Iterator[None]:
         yield
         return
     try:
-        sys.setprofile(partial(_look, attempt, set()))
+        sys.setprofile(partial(_look, attempt, {}))
         yield
     finally:
         sys.setprofile(None)
 
 
-def _look(attempt: Attempt, begun: set[int], frame: FrameType, event: str, arg: Any) -> None:
+def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str, arg: Any) -> None:
     if event == "c_call":
         asked = _name_of(arg)
         caller = _caller_of_readers(frame) if asked else None
         asked = asked if caller is not None and _is_users(caller) else ""
-    elif event == "call" and frame.f_code.co_flags & _GOES_ON:
-        if not frame.f_code.co_code[frame.f_lasti + 1] & 3:  # what its RESUME says: it begins
-            begun.add(id(frame))
-        elif id(frame) not in begun and _is_users(frame) and recorder() is not None and not _is_collecting(frame):
+    elif event in ("call", "return") and frame.f_code.co_flags & _GOES_ON:
+        operation, argument = frame.f_code.co_code[frame.f_lasti :][:2]
+        if event == "call" and operation == opmap["RESUME"]:
+            begun.setdefault(id(frame), not argument & 3)
+        elif event == "return" and begun.get(id(frame)) is False and operation not in _CLOSED and _is_users(frame):
             attempt.give_up(
-                f"it changes where {frame.f_code.co_qualname}() has come to, which began before the call and which no "
-                "replay takes anything from. Pass what it gives as an argument"
+                f"it changes where {frame.f_code.co_qualname}() has come to, which began before the call and which "
+                "no replay takes anything from. Pass what it gives as an argument"
             )
         return
     elif event == "call" and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITING:

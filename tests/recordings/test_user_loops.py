@@ -402,6 +402,23 @@ def test_a_batch_of_a_generator_is_let_go(queue: cl.CommandQueue) -> None:
     assert sum(ref() is not None for ref in alive[:-1]) <= 1  # what the recording has of its own may stay
 
 
+def test_a_generator_that_nobody_holds_any_more_ends_no_recording(queue: cl.CommandQueue) -> None:
+    """Python closes it wherever that is found out."""
+
+    def step(x: Tensor) -> Tensor:
+        gc.collect()
+        return ag.mul(ag.tensor(x), 2.0).value
+
+    recorded, x = amp.record(step), to_device(queue, np.ones(4))
+    for _ in range(5):
+        generator = (one for one in (1, 2))
+        cycle: list[Any] = [generator, next(generator)]
+        cycle.append(cycle)
+        del generator, cycle
+        np.testing.assert_array_equal(recorded(x).to_host(), np.full(4, 2.0))
+    assert recorded.recordings == 1
+
+
 def test_a_tensor_that_only_a_library_knows_may_be_read(queue: cl.CommandQueue) -> None:
     """Two recordings that use the same one are enough to replay the second."""
     run = Run(queue)
