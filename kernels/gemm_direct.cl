@@ -71,7 +71,7 @@ static inline void copy_steps(const float *b, __global ushort *to, size_t column
 
 // Packs row (or column) i of `all` in a matrix, and those after it, from step k0 on. A pointer steps by 16 bits.
 #define PACK(s, d, width, i, all, stride_row, stride_k, is_wide)                                              \
-    pack_panel(s + (((i) * stride_row + k0 * stride_k) << is_wide), d, width, (all) - (i), steps, stride_row, \
+    pack_panel(s + (((i) * stride_row + k0 * stride_k) << is_wide), d, width, (all) - (i), stride_row,        \
                stride_k, 0, steps WIDE(is_wide));                                                             \
     NARROW(is_wide, d, width)
 

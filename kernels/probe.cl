@@ -13,7 +13,9 @@ __kernel void half_storage(__global half *scratch, __global int *flag) {
 #endif
 
 #ifdef PROBE_DOT_BF16
+#define PARTS 1
 #include "dot_bf16.clh"
+#include "dot_bf16_tile.clh"
 #define STEPS 3 // of which two are one visit to a tile, and one is another
 
 // Small integers by their places, whose sums are exact, stored as pairs of bfloat16.
@@ -42,10 +44,28 @@ static uint pair(size_t row, size_t step) {
 DEFINE_IS_RIGHT(12)
 DEFINE_IS_RIGHT(8)
 
+// Whether some rows of a tile are right, two steps of the same 1024 pairs as A and as B.
+static bool is_right_tile(__global uint *numbers, ulong rows) {
+    float sums[SUMS] __attribute__((aligned(64)));
+    for (uint i = 0; i < 1024; i++) numbers[i] = pair(i * i % 101, i % 7);
+    multiply_rows((lines_a)numbers, PANEL_A_ROW, STEP_BYTES, (lines_b)numbers, sums, 2, rows);
+    bool right = true;
+    for (uint i = 0; i < rows * SIDE; i++) {
+        float sum = 0;
+        for (uint k = 0; k < 32; k++) {
+            const uint a = numbers[k / 16 * 512 + i / SIDE * 16 + k % 16], b = numbers[k * SIDE + i % SIDE];
+            sum += as_float(a << 16) * as_float(b << 16) + as_float(a & 0xffff0000) * as_float(b & 0xffff0000);
+        }
+        right = right && sums[i] == sum;
+    }
+    return right;
+}
+
 __kernel ONE_WORK_ITEM void dot_bf16(__global uint *scratch, __global int *flag) {
     __global uint *a = scratch, *b = a + 2 * STEPS * MR;
     __global float *sums = (__global float *)(b + STEPS * NR); // 2 MR x NR: all three are 936 words
-    *flag = is_right_12(a, b, sums) && is_right_8(a, b, sums);
+    *flag = is_right_12(a, b, sums) && is_right_8(a, b, sums) && is_right_tile(scratch, SIDE) &&
+            is_right_tile(scratch, 13);
 }
 #endif
 

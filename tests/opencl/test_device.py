@@ -25,6 +25,7 @@ from clamp.bridge import Tensor
 from clamp.opencl import device
 from clamp.opencl.device import NoDeviceError, capabilities, list_devices, make_cpu_runtime_visible
 from clamp.opencl.program import Kernel
+from tests.mutants import write_wrong
 from tests.scripts import run_script
 
 
@@ -118,6 +119,26 @@ def test_the_dot_product_of_bfloat16_is_tried_and_fast_by_vendor(
     assert tried.count("dot_bf16") == found.is_cpu
     assert found.fast_dot_bf16 == (found.is_cpu and is_fast)
     assert found.streams == (4 if found.is_cpu and vendor == "GenuineIntel" else 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param('"4*" #i "(%[a_step])"', '"(%[a_step])"', id="a row of a panel"),
+        pytest.param('"(%[row8],%[a_row],2)"', '"(%[row8],%[a_row])"', id="a row of a tile"),
+        pytest.param('LINE("addq %[row0], " FRAME_A)', "", id="the next rows of a tile"),
+        pytest.param('LINE("addq " FRAME_TO_NEXT_STEP ", %[row4]")', "", id="the next step of a tile"),
+        pytest.param('"imulq $" #HEIGHT', '"imulq $8"', id="the height of a tile's rows"),
+    ],
+)
+@pytest.mark.once
+def test_a_dot_product_of_wrong_numbers_is_not_used(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    if not capabilities(queue).dot_bf16:
+        pytest.skip("no bfloat16 dot product here")
+    write_wrong(monkeypatch, device.DOT_BF16.file, old, new)
+    assert not device._has_dot_bf16(queue.device)
 
 
 def test_an_instruction_that_the_processor_lacks_is_not_tried(

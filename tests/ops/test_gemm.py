@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
 from clamp.ops.gemm import gemm, pack_b, rounds_as_it_reads
@@ -354,6 +355,20 @@ def test_integers_are_summed_exactly(queue: cl.CommandQueue) -> None:
     packed = pack_b(y, engine="dot_bf16")
     for _ in range(2):
         np.testing.assert_array_equal(to_numpy(gemm(x, packed, out_dtype="float32")), a @ b)
+
+
+@pytest.mark.parametrize(("transposes", "launches"), [(NN, 1), (NT, 1), (TN, 2)])
+def test_a_block_of_all_rows_packs_what_it_multiplies(
+    queue: cl.CommandQueue, transposes: dict[str, bool], launches: int
+) -> None:
+    """A layer's product, its input gradient and its weight gradient: only rows across the lines of memory are packed
+    before."""
+    if not capabilities(queue).dot_bf16:
+        pytest.skip("no bfloat16 dot product here")
+    x, y = laid_out(queue, random(128, 256), random(256, 320, seed=1), ("bfloat16", "bfloat16"), **transposes)
+    with counted_launches() as counted:
+        gemm(x, y, **transposes, out_dtype="float32", engine="dot_bf16")
+    assert len(counted) == launches
 
 
 def test_panels_of_bfloat16_pairs_serve_bfloat16_only(queue: cl.CommandQueue) -> None:

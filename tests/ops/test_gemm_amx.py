@@ -167,17 +167,20 @@ def test_special_values(queue: cl.CommandQueue, in_plain_c: Callable[..., None],
     assert_close(result, x @ y, slack=46 * 2.0**-24 * magnitude)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(45, 70), (64, 64)])
+@pytest.mark.parametrize(("engine", "dtype"), [("amx", BF16), ("amx", F16), ("dot_bf16", BF16)])
+@pytest.mark.parametrize("shape", [(45, 70), (64, 64), (64, 640)])
+@pytest.mark.parametrize("rows", [37, 128])
 def test_a_weight_is_rounded_as_it_is_read(
-    queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, shape: tuple[int, int]
+    queue: cl.CommandQueue, in_plain_c: Callable[..., None], engine: str, dtype: str, shape: tuple[int, int], rows: int
 ) -> None:
     """Product and copy have the bits of a cast before."""
+    if engine == "dot_bf16" and not capabilities(queue).dot_bf16:
+        pytest.skip("no bfloat16 dot product here")
     in_plain_c()
-    a, b = to_device(queue, random(37, shape[0])), to_device(queue, random(*shape, seed=1))
+    a, b = to_device(queue, random(rows, shape[0])), to_device(queue, random(*shape, seed=1))
     copy = to_device(queue, np.zeros(shape), dtype)
-    read = gemm(a, b, out_dtype="float32", engine="amx", reads=dtype, b_copy=copy)
-    cast_before = gemm(cast(a, dtype), cast(b, dtype), out_dtype="float32", engine="amx")
+    read = gemm(a, b, out_dtype="float32", engine=engine, reads=dtype, b_copy=copy)
+    cast_before = gemm(cast(a, dtype), cast(b, dtype), out_dtype="float32", engine=engine)
     np.testing.assert_array_equal(to_numpy(read), to_numpy(cast_before))
     np.testing.assert_array_equal(to_numpy(copy), to_numpy(cast(b, dtype)))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import pyopencl as cl
 
@@ -29,9 +29,8 @@ IN_WORDS = "the processor's matrix unit"
 ROUNDS = True
 
 _PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
-_SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in amx.clh
+_SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in pair_panels.clh
 _PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
-_SUM_STEPS = 32
 _CACHE_WAY = 4096  # bytes after which addresses are of the same set of a first-level cache, of 12 lines
 _MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 64  # panels of a work-item's block
@@ -46,11 +45,16 @@ _STREAMED = 2**20  # bytes of a float32 result that is written past the caches
 
 @dataclass(frozen=True)
 class Unit:
-    """The matrix unit's way to multiply a type: in how many parts."""
+    """A processor's way to multiply a type by pairs of k: in how many parts. This one is the matrix unit's."""
 
     dtype: str
     parts: int
     emulate: bool = False
+    kernels: ClassVar[tuple[Kernel, Kernel]] = _PACK, _GEMM
+    sum_steps: ClassVar[int] = 32  # whose products are one sum
+    # panels are packed one after the other however a matrix lies, by blocks of so many panels of A or more; 0: only
+    # along the lines of memory
+    in_turn_from: ClassVar[int] = 0
 
     @property
     def macros(self) -> dict[str, Any]:
@@ -59,7 +63,11 @@ class Unit:
 
     @property
     def gemm_macros(self) -> dict[str, Any]:
-        return {**self.macros, "IN_T": STORAGE[self.dtype], "SUM_STEPS": _SUM_STEPS, "BLOCK_A": _BLOCK_A + 1}
+        return {**self.macros, "IN_T": STORAGE[self.dtype], **self.block_macros}
+
+    @property
+    def block_macros(self) -> dict[str, Any]:
+        return {"SUM_STEPS": self.sum_steps, "BLOCK_A": _BLOCK_A + 1}
 
     @property
     def step_bytes(self) -> int:
@@ -126,12 +134,14 @@ class Product:
     def __init__(
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: Unit, copies: bool = False
     ) -> None:
-        self._swaps = isinstance(b, Matrix) and _packs_a_only(a, b, unit)
+        steps = max(-(-a.k // _K_STEP), 1)
+        panel_bytes = steps * unit.step_bytes
+        sums = min(steps, unit.sum_steps) * unit.step_bytes  # bytes of a panel for one visit of a tile
+        most_a = _BLOCK_A // unit.parts if steps > unit.sum_steps else max(_BLOCK_BYTES // sums, 1)
+        self._swaps = isinstance(b, Matrix) and _packs_a_only(a, b, unit, most_a)
         rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
         assert isinstance(rows, Matrix)
-        steps = max(-(-a.k // _K_STEP), 1)
         panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
-        panel_bytes = steps * unit.step_bytes
         if _is_read_in_place(rows, unit, columns.rows):
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
@@ -139,9 +149,7 @@ class Product:
             self._pack_rows = _Packing(rows, unit)
             lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if rows.batch else 0
         batches = c.size // (a.rows * b.rows)
-        sums = min(steps, _SUM_STEPS) * unit.step_bytes  # bytes of a panel for one visit of a tile
-        most_a = _BLOCK_A // unit.parts if steps > _SUM_STEPS else max(_BLOCK_BYTES // sums, 1)
-        in_turn = isinstance(columns, Matrix) and _pack_in_turn(columns, batches)
+        in_turn = isinstance(columns, Matrix) and _pack_in_turn(columns, batches, unit)
         cores = capabilities(c.queue).compute_units
         block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
         grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
@@ -153,7 +161,7 @@ class Product:
         elif isinstance(columns, Matrix):
             self._pack_columns = _Packing(columns, unit, copies, is_b=True)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
-        self._gemm = _GEMM.bind(
+        self._gemm = unit.kernels[1].bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
             block_a, block_b, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
             **unit.gemm_macros,
@@ -178,10 +186,10 @@ class _Packing:
         self._shape = (batches * panels * steps * unit.step_bytes // 4,)
         enough = -(-8 * capabilities(queue).compute_units // batches)
         # Along the lines of memory: these are rows' k, or all rows of a step.
-        by_steps = 1 if x.stride_k == 1 else min(steps, enough)
+        by_steps = 1 if x.stride_k == 1 or unit.in_turn_from else min(steps, enough)
         by_panels = min(panels, -(-enough // by_steps))
         by_steps = min(steps, -(-enough // by_panels))
-        self._launch = _PACK.bind(
+        self._launch = unit.kernels[0].bind(
             queue, (by_panels, by_steps, batches), (1, 1, 1), ..., ..., ..., x.rows, x.k, *_strides(x), _width(x),
             is_b, copies, **unit.gemm_macros,
         )  # fmt: skip
@@ -217,17 +225,23 @@ def _is_read_in_place(a: Matrix, unit: Unit, columns: int) -> bool:
     return as_it_is and whole and (2 * a.stride_row % _CACHE_WAY > 0 or columns < _MANY_COLUMNS)
 
 
-def _pack_in_turn(b: Matrix, batches: int) -> bool:
+def _pack_in_turn(b: Matrix, batches: int, unit: Unit) -> bool:
     """Returns whether panels of op(B) may be packed one after the other for a product of so many matrices: each once,
-    and along the lines of memory, or out of a cache."""
-    return prod(b.batch) == batches and (b.stride_k == 1 or bridge.nbytes(b.tensor) // batches <= _BLOCK_BYTES)
+    and along the lines of memory, or out of a cache, unless the unit gains by it as it is."""
+    near = b.stride_k == 1 or bridge.nbytes(b.tensor) // batches <= _BLOCK_BYTES
+    return prod(b.batch) == batches and (near or unit.in_turn_from > 0)
 
 
-def _packs_a_only(a: Matrix, b: Matrix, unit: Unit) -> bool:
-    """Returns whether op(A) is packed, and op(B) read where it is."""
+def _packs_a_only(a: Matrix, b: Matrix, unit: Unit, most_a: int) -> bool:
+    """Returns whether op(A) is packed, and op(B) read where it is; of both of which that is true the smaller one is
+    packed, unless a block of all rows of op(A), at most ``most_a`` panels, packs op(B) itself."""
     if not _is_read_in_place(b, unit, a.rows):
         return False
-    return not _is_read_in_place(a, unit, b.rows) or prod(a.batch) * a.rows < prod(b.batch) * b.rows
+    if not _is_read_in_place(a, unit, b.rows):
+        return True
+    if unit.in_turn_from and prod(a.batch) == prod(b.batch) and unit.in_turn_from <= a.rows // _SIDE <= most_a + 1:
+        return False
+    return prod(a.batch) * a.rows < prod(b.batch) * b.rows
 
 
 def _blocks(panels_a: int, panels_b: int, batches: int, cores: int, most_a: int, whole_rows: bool) -> tuple[int, int]:

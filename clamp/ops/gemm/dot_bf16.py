@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm.packed import Panels, blocks, into_panels
+from clamp.ops.gemm.amx import Product, Unit, packed
+from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -16,12 +17,24 @@ TAKES = (
     "leave the engine to clamp, and give pack_b the storage type of a as a_dtype"
 )
 IN_WORDS = "packed panels and the processor's bfloat16 dot product"
+ROUNDS = True
 
-_GEMM = Kernel("gemm_dot_bf16.cl", "gemm")
-_ROWS, _COLUMNS = 12, 32  # of the register tile
-# pairs of k between two visits to a tile: as long a panel as 8 of A leave room for in a cache of 1 MB. Sums
-# that go through memory cost more than a panel of B that the first level does not hold (3 to 8 % on a Zen 5).
-_KC = 2048
+_PACK, _GEMM = Kernel("gemm_dot_bf16.cl", "pack"), Kernel("gemm_dot_bf16.cl", "gemm")
+
+
+class _DotProduct(Unit):
+    """The dot product of AVX512_BF16, which takes the panels that the matrix unit takes."""
+
+    kernels: ClassVar[tuple[Kernel, Kernel]] = _PACK, _GEMM
+    sum_steps: ClassVar[int] = 128
+    in_turn_from: ClassVar[int] = 4
+
+    @property
+    def gemm_macros(self) -> dict[str, Any]:
+        return self.block_macros
+
+
+_UNIT = _DotProduct("bfloat16", 1)
 
 
 def fits(problem: Problem) -> bool:
@@ -36,19 +49,11 @@ def pays(problem: Problem) -> bool:
 
 def pack(b: Matrix) -> Panels:
     """op(B) in panels of pairs."""
-    return into_panels(b, _COLUMNS, pairs=True)
+    return packed(b, _UNIT)
 
 
-def run(a_operand: Matrix, b: Panels, c: Tensor, epilogue: Epilogue) -> None:
-    """Writes op(A) op(B), through the epilogue, over c (…, M, N), which is not empty."""
-    queue = c.queue
-    a = into_panels(a_operand, _ROWS, pairs=True)
-    panels_a, panels_b, grid = blocks(a, b, c)
-    slot_columns = panels_b if a.steps > _KC else 1
-    slots = prod(grid) * panels_a * slot_columns
-    sums = bridge.empty(queue, (slots * _ROWS * _COLUMNS,), "float32")
-    _GEMM(
-        queue, grid, (1, 1, 1), a.tensor, b.tensor, c, epilogue.bias_or(c), sums,
-        a.rows, b.rows, a.steps, a.stride_batch, b.stride_batch, panels_a, panels_b, slot_columns,
-        *epilogue.flags, KC=_KC, **epilogue.macros,
-    )  # fmt: skip
+def bind(
+    a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, reads: str | None = None, copies: bool = False
+) -> Callable[..., None]:
+    """Products of operands that lie as these do; see `clamp.ops.gemm.engines.Binds`."""
+    return Product(a, b, c, epilogue, _UNIT, copies)

@@ -28,13 +28,13 @@ _BLOCKS_PER_CORE = 8  # work-items that a core should get, so that the last ones
 
 @dataclass(frozen=True)
 class Panels:
-    """An operand in panels of ``width`` rows, each (steps, width) 32-bit elements, zero beyond the matrix."""
+    """An operand in panels of ``width`` rows, each of ``steps`` x ``width`` 32-bit elements, zero beyond the matrix."""
 
     tensor: Tensor  # the panels, matrix after matrix
     batch: tuple[int, ...]
     rows: int
     k: int  # batch, rows, k: as in `Matrix`
-    steps: int  # elements of a row: k floats, or half as many pairs of bfloat16
+    steps: int  # elements of a row: k floats, or pairs of 16-bit numbers
     width: int  # rows of a panel
 
     @property
@@ -48,11 +48,11 @@ class Panels:
         return self.count * self.width * self.steps if self.batch else 0
 
 
-def into_panels(x: Matrix, width: int, *, pairs: bool = False) -> Panels:
-    """Copies an operand into panels: as floats, or (a bfloat16 operand only) as pairs of bfloat16."""
+def into_panels(x: Matrix, width: int) -> Panels:
+    """Copies an operand into panels of floats."""
     queue = x.tensor.queue
     count, batches = -(-x.rows // width), prod(x.batch)
-    steps = max(-(-x.k // 2) if pairs else x.k, 1)
+    steps = max(x.k, 1)
     shape = (batches * count * width * steps,)
     if x.tensor.size == 0:  # the sum of nothing, for kernels that take at least one step: a step of zeros
         return Panels(bridge.zeros(queue, shape, "float32"), x.batch, x.rows, x.k, steps, width)
@@ -60,7 +60,7 @@ def into_panels(x: Matrix, width: int, *, pairs: bool = False) -> Panels:
     _PACK(
         queue, (count, -(-steps // _STEP_SPAN), batches), (1, 1, 1), x.tensor, panels,
         x.rows, x.k, x.stride_row, x.stride_k, x.stride_batch, width,
-        STEP_SPAN=_STEP_SPAN, PAIRS=int(pairs),
+        STEP_SPAN=_STEP_SPAN,
     )  # fmt: skip
     return Panels(panels, x.batch, x.rows, x.k, steps, width)
 
