@@ -186,7 +186,7 @@ class _Packing:
         self._shape = (batches * panels * steps * unit.step_bytes // 4,)
         enough = -(-8 * capabilities(queue).compute_units // batches)
         # Along the lines of memory: these are rows' k, or all rows of a step.
-        by_steps = 1 if x.stride_k == 1 or unit.in_turn_from else min(steps, enough)
+        by_steps = 1 if x.stride_k == 1 or (is_b and unit.in_turn_from) else min(steps, enough)
         by_panels = min(panels, -(-enough // by_steps))
         by_steps = min(steps, -(-enough // by_panels))
         self._launch = unit.kernels[0].bind(
