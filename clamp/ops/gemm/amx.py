@@ -52,8 +52,8 @@ class Unit:
     emulate: bool = False
     kernels: ClassVar[tuple[Kernel, Kernel]] = _PACK, _GEMM
     sum_steps: ClassVar[int] = 32  # whose products are one sum
-    # panels are packed one after the other however a matrix lies, by blocks of so many panels of A or more; 0: only
-    # along the lines of memory
+    # 0: panels of B are packed one after the other along the lines of memory only; otherwise whichever way B lies, and
+    # from so many panels of A on rather than those of a smaller A
     in_turn_from: ClassVar[int] = 0
 
     @property
@@ -186,7 +186,7 @@ class _Packing:
         self._shape = (batches * panels * steps * unit.step_bytes // 4,)
         enough = -(-8 * capabilities(queue).compute_units // batches)
         # Along the lines of memory: these are rows' k, or all rows of a step.
-        by_steps = 1 if x.stride_k == 1 or (is_b and unit.in_turn_from) else min(steps, enough)
+        by_steps = 1 if x.stride_k == 1 or (is_b and unit.in_turn_from and panels >= enough) else min(steps, enough)
         by_panels = min(panels, -(-enough // by_steps))
         by_steps = min(steps, -(-enough // by_panels))
         self._launch = unit.kernels[0].bind(

@@ -1,8 +1,8 @@
 """Matrix multiplication: 16-bit or fp32 storage, fp32 sums, bias and relu in the store.
 
-On CPU devices both operands are packed into panels for a register-blocked loop (small ones as they are read),
-which for two bfloat16 operands uses the processor's dot product if it has a fast one; every other device gets tiles in
-local memory, and the matrix units of GPUs where these are verified to compute right (engines.py).
+On CPU devices both operands are packed into panels for a register-blocked loop (small ones as they are read), or for
+the processor's matrix unit or its fast dot product of bfloat16, which read what lies right where it is; every other
+device gets tiles in local memory, and the matrix units of GPUs where these are verified to compute right (engines.py).
 """
 
 from __future__ import annotations
