@@ -187,7 +187,8 @@ class DeviceState:
 
     def read(self) -> ScaleState:
         """The state now: a blocking read of 32 bytes."""
-        moves = self._moves
+        with scale_lock:  # else a move may be announced that is launched behind this read
+            moves = self._moves
         _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self._words()[0].item()
         state = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
         with scale_lock:
