@@ -111,6 +111,10 @@ class AppliedScale:
             cl.enqueue_copy(queue, self._copy, live)
         return self._copy
 
+    def read(self) -> float:
+        """The value; waits for the device."""
+        return float(self.state.words(self._copy)["scale"][0])
+
 
 class DeviceState:
     """A loss scale's state: on the host until a queue is known, from then on its device.
@@ -189,7 +193,7 @@ class DeviceState:
         """The state now: a blocking read of 32 bytes."""
         with scale_lock:  # else a move may be announced that is launched behind this read
             moves = self._moves
-        _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self._words()[0].item()
+        _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self.words()[0].item()
         state = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
         with scale_lock:
             if moves == self._moves:  # else another thread's pass has ended while this one waited
@@ -199,7 +203,7 @@ class DeviceState:
     def take_found(self) -> bool:
         """Returns whether ``unscale_`` or ``check_`` have met an inf or nan since the last call. Waits for the
         device."""
-        found = bool(self._words()["found"][0])
+        found = bool(self.words()["found"][0])
         if found:
             self.write(found=0)
         return found
@@ -208,7 +212,7 @@ class DeviceState:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
         with scale_lock:
             self._moved()
-            words = self._words()
+            words = self.words()
             _assign(words, fields)
             self.seen = float(words["scale"][0])
             if self._home is None:
@@ -219,12 +223,13 @@ class DeviceState:
                 queue, buffer = self._home
                 cl.enqueue_copy(queue, buffer, words)
 
-    def _words(self) -> Words:
+    def words(self, kept: cl.Buffer | None = None) -> Words:
+        """The state as it is now, or as it is in a buffer in which it was kept. Waits for the device."""
         words = self._initial.copy()
         if self._home is not None:
             queue, buffer = self._home
             require_answer(queue)
-            cl.enqueue_copy(queue, words, buffer)
+            cl.enqueue_copy(queue, words, kept or buffer)
         return words
 
 

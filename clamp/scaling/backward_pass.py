@@ -46,6 +46,7 @@ class BackwardPass(delivery.PassGradients):
         self.loss = loss
         self.scaler, self.guards, self.ranks = scaler, guards, ranks
         self._can_be_repeated = can_be_repeated
+        self.earlier: AppliedScale | None = None  # its scale, if another thread's pass moved that before its end
 
     @property
     def mask(self) -> int:
@@ -151,6 +152,8 @@ class BackwardPass(delivery.PassGradients):
         others = [x.model.grad if grad is None else x.earlier for x, grad in zip(self.slots, reached, strict=True)]
         waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
         came = [grad for grad in reached if grad is not None]
+        live, scales = self.scaler.applied(), map(gradient_marks.scale_of, came)
+        self.earlier = next((x for x in scales if x is not None and x is not live), None)
         true = unscale_all([*came, *waiting], self.scaler, frozenset(x.token for x in self.guards), elsewhere=waiting)
         for slot, grad, other in zip(self.slots, reached, others, strict=True):
             now = None if grad is None else true[id(grad)]

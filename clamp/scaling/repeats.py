@@ -32,7 +32,7 @@ class Repeats:
         self._scaler, self._guards, self._mask = one.scaler, one.guards, one.mask
         self._loss = one.loss if one.ranks is None else None  # which other ranks, who must decide the same, do not know
         self._end, self._find = end, find
-        self._before = one.scaler.verdict()
+        self._before, self._earlier = one.scaler.verdict(), one.earlier
         self._heard = [guard.heard() for guard in one.guards]
         self._is_skipped = bool(self._before.overflow & one.mask & ~one.fresh)  # the step, whatever this pass finds
         self._tried = 0
@@ -96,14 +96,15 @@ class Repeats:
                 raise
 
     def _repeat(self, first: int) -> None:
-        rule, scales, ended_at = self._scaler.rule, [self._before.scale], self._scaler.verdict().scale
+        rule, ended_at = self._scaler.rule, self._scaler.verdict().scale
+        scales = [self._before.scale if self._earlier is None else self._earlier.read()]
         while scales[-1] > rule.min:
             scales.append(max(scales[-1] * rule.backoff, rule.min))
         is_hopeless = self._loss is not None and not np.isfinite(self._loss.to_host()).all()
         again = None if is_hopeless or len(scales) < 2 else self._find()
         if again is None:
             return
-        found = self._found(scales, again) if self._is_as_left(again) else None
+        found = self._found(scales, again) if self._is_as_left(scales[0], again) else None
         if found is None:
             self._rewind(self._before, first)
             self._end()
@@ -145,7 +146,7 @@ class Repeats:
             passes(good)
         return good
 
-    def _is_as_left(self, again: Repeat) -> bool:
+    def _is_as_left(self, scale: float, again: Repeat) -> bool:
         """Returns whether the gradients are still those of the pass, to the bit; others stay as they are.
 
         Only another backward at the same scale tells: what kernels of a user's write goes unnoticed.
@@ -156,7 +157,7 @@ class Repeats:
             return False
         grads = [(tensor, grad) for tensor, grad in self._left if grad is not None]
         then = [bridge.read_bytes(grad) for _, grad in grads]
-        self._run(self._before.scale, again)
+        self._run(scale, again)
         if all(np.array_equal(bridge.read_bytes(x.grad), host) for (x, _), host in zip(grads, then, strict=True)):
             return True
         for (tensor, grad), host in zip(grads, then, strict=True):

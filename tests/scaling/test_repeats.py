@@ -574,3 +574,25 @@ def test_threads_may_repeat_at_the_same_time(queue: cl.CommandQueue) -> None:
         assert [report.reason for report in handle.history if not report.stepped] == []
         assert sum(report.repeats > 0 for report in handle.history) > rounds
     assert [task.moved for task in tasks] == [big * rounds] * 3
+
+
+def test_a_repeat_knows_the_scale_that_another_threads_pass_has_moved_before_the_end(queue: cl.CommandQueue) -> None:
+    """Its gradients are compared with those of a backward at the scale that they were multiplied by."""
+    task, other, small = Task(queue), Task(queue), 2.0**-4
+    with ThreadPoolExecutor(1) as thread, amp.init(loss_scale=amp.ScaleRule(initial=2.0**17)) as handle:
+
+        def step(size: float) -> None:
+            other.optimizer.zero_grad()
+            other.step(handle, size)
+
+        task.step(handle, small)
+        task.optimizer.zero_grad()
+        with handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
+            scaled_loss.backward()  # overflows, at 2^17 alone
+            for size in (SPIKE, small):  # the second lets this pass wait with its repeats
+                thread.submit(step, size).result()
+            assert handle.loss_scale < 2.0**17
+        task.optimizer.step()
+        assert [report.reason for report in handle.history if not report.stepped] == []
+        assert handle.last_step.repeats > 0
+    assert task.moved == 1.0 + small

@@ -326,11 +326,11 @@ def test_an_interrupted_step_is_still_skipped_when_called_again(
     handle = amp.init(dtype=dtype, on_overflow="skip")  # whose steps read the device themselves
     training.backward(handle, np.inf)
     before = training.weights()
-    read = DeviceState._words
-    monkeypatch.setattr(DeviceState, "_words", Mock(side_effect=KeyboardInterrupt))
+    read = DeviceState.words
+    monkeypatch.setattr(DeviceState, "words", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         training.optimizer.step()
-    monkeypatch.setattr(DeviceState, "_words", read)
+    monkeypatch.setattr(DeviceState, "words", read)
     training.optimizer.step()
     assert not handle.last_step.stepped
     assert training.is_unchanged(before)
