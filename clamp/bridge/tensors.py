@@ -303,13 +303,17 @@ class Freed(WithoutMemory):
         )
 
 
+class WrittenTo(RuntimeError):
+    """What backward would read is not what the forward has read."""
+
+
 class Overwritten(WithoutMemory):
     """In the place of a tensor that backward would read, and that does not hold any more what the forward has read."""
 
     @property
     def buffer(self) -> Any:
-        """Raises RuntimeError: the gradient would be that of another forward."""
-        raise RuntimeError(
+        """Raises WrittenTo: the gradient would be that of another forward."""
+        raise WrittenTo(
             f"a tensor of shape {tuple(self.shape)} was written to between a forward and its backward, which both read "
             "it: the gradients would be those of another forward. Run backward before the tensor of a batch gets the "
             "next one, or make the next one a tensor of its own"

@@ -38,6 +38,7 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 #: enqueued under this, so that threads that share a loss scale do not come between. One lock for all loss scales: a
 #: pass may divide by several.
 scale_lock = threading.RLock()
+_fresh_lock = threading.Lock()  # under which nobody waits
 
 # As in loss_scale.cl.
 _WORDS = np.dtype(
@@ -130,7 +131,7 @@ class DeviceState:
         self._applied: weakref.ref[AppliedScale] | None = None
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
         self.fresh: ScaleState | None = None  # what was read, as long as nothing moves it
-        self._moves = 0  # how often something did
+        self._moves = 0  # how often something began to, or did: odd in the middle of it
         self.is_told_of = False  # whether a user has been told that gradients are multiplied by it
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -173,30 +174,37 @@ class DeviceState:
                 applied.keep(self._home[0])
         self._applied = None
 
-    def _moved(self) -> None:
-        self.fresh = None
-        self._moves += 1
+    def _moves_on(self) -> None:
+        """Notes that a move begins, or that it is launched."""
+        with _fresh_lock:
+            self.fresh = None
+            self._moves += 1
 
     def launch(self, kernel: Kernel, *scalars: float) -> None:
         """Runs ``ASSIGN``, ``ADJUST`` or ``UPDATE``. Before any tensor was scaled there is nothing to decide."""
         if self._home is not None:
             queue, buffer = self._home
             with scale_lock:
-                self._moved()
-                if kernel is not ASSIGN:
-                    self._about_to_move()
-                key = (queue.context.int_ptr, kernel.name, *scalars)
-                launch = _moves.known.get(key) or _moves.keep(key, kernel.bind(queue, (1,), (1,), ..., *scalars))
-                launch(queue, buffer)
+                self._moves_on()
+                try:
+                    if kernel is not ASSIGN:
+                        self._about_to_move()
+                    key = (queue.context.int_ptr, kernel.name, *scalars)
+                    launch = _moves.known.get(key) or _moves.keep(key, kernel.bind(queue, (1,), (1,), ..., *scalars))
+                    launch(queue, buffer)
+                finally:
+                    self._moves_on()
 
     def read(self) -> ScaleState:
-        """The state now: a blocking read of 32 bytes."""
-        with scale_lock:  # else a move may be announced that is launched behind this read
-            moves = self._moves
+        """The state now: a blocking read of 32 bytes.
+
+        It waits for no other thread: one that repeats its backward has ``scale_lock``, and may wait for this one.
+        """
+        moves = self._moves
         _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self.words()[0].item()
         state = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
-        with scale_lock:
-            if moves == self._moves:  # else another thread's pass has ended while this one waited
+        with _fresh_lock:
+            if moves == self._moves and moves % 2 == 0:  # else a move is behind this read, or in the middle of it
                 self.fresh = state
         return state
 
@@ -211,17 +219,20 @@ class DeviceState:
     def write(self, **fields: float) -> None:
         """Sets some fields of the state, and what follows from them. Waits for the device."""
         with scale_lock:
-            self._moved()
-            words = self.words()
-            _assign(words, fields)
-            self.seen = float(words["scale"][0])
-            if self._home is None:
-                self._initial = words
-            else:
-                if "scale" in fields:
-                    self._about_to_move()
-                queue, buffer = self._home
-                cl.enqueue_copy(queue, buffer, words)
+            self._moves_on()
+            try:
+                words = self.words()
+                _assign(words, fields)
+                self.seen = float(words["scale"][0])
+                if self._home is None:
+                    self._initial = words
+                else:
+                    if "scale" in fields:
+                        self._about_to_move()
+                    queue, buffer = self._home
+                    cl.enqueue_copy(queue, buffer, words)
+            finally:
+                self._moves_on()
 
     def words(self, kept: cl.Buffer | None = None) -> Words:
         """The state as it is now, or as it is in a buffer in which it was kept. Waits for the device."""

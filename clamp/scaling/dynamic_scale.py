@@ -187,7 +187,7 @@ def settle_later(settle: Callable[[], object]) -> None:
 def settle_late() -> None:
     """Hears what has become of this thread's passes, before their gradients are used, or what their graphs read is
     written to."""
-    if _thread.is_settling:  # a repeat writes to tensors, too
+    if not _thread.late or _thread.is_settling:  # a repeat writes to tensors, too
         return
     with holding(_thread, "is_settling", True):
         while _thread.late:

@@ -36,6 +36,7 @@ class Repeats:
         self._heard = [guard.heard() for guard in one.guards]
         self._is_skipped = bool(self._before.overflow & one.mask & ~one.fresh)  # the step, whatever this pass finds
         self._tried = 0
+        self._reached: Sequence[Tensor] = ()
         self._left: list[tuple[Tensor, Tensor | None]] | None = None
         self._is_undone = False
 
@@ -58,6 +59,7 @@ class Repeats:
         """
         if self._is_skipped or are_steps_withheld():
             return
+        self._reached = left or ()
         one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
         if self._loss is None or left is None or not (one_by_one and self._before.growth_tracker):
             self._settle()
@@ -81,19 +83,22 @@ class Repeats:
         smallest either, all is as it is without repeats: the scale goes down once, and the step will be skipped.
 
         From a scale that has let passes be since it last moved, one such batch is no reason to go as far down for all
-        that follow: it goes down once. One that has let none be stays where it was found.
+        that follow: it goes down once. One that has let none be stays where it was found. Nor is it repeated where
+        what its backward reads was written to after it, which is no mistake.
         """
         if not (first := self._overflow()):
             return
+        found = [(x, x.grad) for x in self._reached]
         with scale_lock:  # passes of other threads would meet the scales that are tried, and what is found at them
             try:
                 self._repeat(first)
-            except BaseException:
-                for tensor, grad in self._left or ():  # as they were, with the inf
+            except BaseException as error:
+                for tensor, grad in found:  # as they were, with the inf
                     tensor.grad = grad
                 self._rewind(self._before, first)
                 self._end()
-                raise
+                if not isinstance(error, bridge.WrittenTo):
+                    raise
 
     def _repeat(self, first: int) -> None:
         rule, ended_at = self._scaler.rule, self._scaler.verdict().scale

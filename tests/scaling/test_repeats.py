@@ -596,3 +596,89 @@ def test_a_repeat_knows_the_scale_that_another_threads_pass_has_moved_before_the
         assert [report.reason for report in handle.history if not report.stepped] == []
         assert handle.last_step.repeats > 0
     assert task.moved == 1.0 + small
+
+
+@pytest.mark.parametrize("where", ["inside the with", "in another thread"])
+@pytest.mark.parametrize("clean", [0, 2])
+def test_a_backward_whose_input_has_been_written_to_after_it_is_not_repeated(
+    task: Task, handle: amp.AmpHandle, clean: int, where: str
+) -> None:
+    """The step is skipped, as without repeats; the next ones are not."""
+
+    def write() -> None:
+        transfer.write_tensor(task.x.value, np.full(task.x.shape, 2, np.float32))
+
+    for _ in range(clean):
+        task.step(handle, 2.0**-4)
+        task.optimizer.zero_grad()
+    with handle.scale_loss(task.loss(2.0**20), task.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        if where == "inside the with":
+            write()
+    if clean and where == "in another thread":  # at once, the repeats are over by now
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(write).result()
+    task.optimizer.step()
+    is_repeated = not clean and where == "in another thread"
+    assert handle.last_step.stepped is is_repeated
+    assert task.moved == clean * 2.0**-4 + is_repeated * 2.0**20
+    if not is_repeated:
+        task.optimizer.zero_grad()
+        task.step(handle)
+        assert task.moved == clean * 2.0**-4 + 2
+
+
+def checkpointed(task: Task, block: Callable[[Node], Node], size: float) -> Node:
+    """A loss whose backward runs a block of the user's again."""
+    product = ag.matmul_op(task.x, ag.tensor(task.weight))
+    return ag.mul(ag.sum(amp.checkpoint(block, product)), size / 2)
+
+
+def test_a_repeat_may_wait_for_a_thread_that_reads_the_scale(task: Task, handle: amp.AmpHandle) -> None:
+    with ThreadPoolExecutor(1) as thread:
+
+        def block(x: Node) -> Node:
+            assert thread.submit(amp.state_dict).result(timeout=20)
+            return ag.mul(x, 1.0)
+
+        with handle.scale_loss(checkpointed(task, block, 2.0**20), task.optimizer) as scaled_loss:
+            scaled_loss.backward()
+    task.optimizer.step()
+    assert handle.last_step.repeats > 0
+    assert task.moved == 2.0**20
+
+
+def test_a_repeat_may_wait_for_a_recorded_function_of_threads_with_repeats(queue: cl.CommandQueue) -> None:
+    """The block of one thread's repeat calls a function that another one is in, which has to repeat first."""
+    first, second = Task(queue), Task(queue)
+    scratch, inside = to_device(queue, np.ones(3)), threading.Event()
+
+    @amp.record
+    def function(x: Tensor) -> Node:
+        inside.set()
+        transfer.write_tensor(scratch, np.ones(3, np.float32))
+        return ag.mul(ag.tensor(x), 2.0)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another, amp.init() as handle:
+        for _ in range(2):
+            one.submit(first.step, handle, 2.0**-4).result()
+            one.submit(first.optimizer.zero_grad).result()
+        one.submit(first.backward, handle, 2.0**20).result()
+        calls = []
+
+        def block(x: Node) -> Node:
+            calls.append(None)
+            if len(calls) == 3:  # forward, backward, and here a repeat
+                one.submit(function, scratch)
+                inside.wait(0.5)
+                another.submit(function, scratch).result(timeout=20)
+            return ag.mul(x, 1.0)
+
+        with handle.scale_loss(checkpointed(second, block, 2.0**20), second.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        second.optimizer.step()
+        one.submit(first.optimizer.step).result()
+        assert len(calls) > 3
+        assert [report.reason for report in handle.history if not report.stepped] == []
+    assert first.moved == 2.0**20 + 2 * 2.0**-4
+    assert second.moved == 2.0**20
