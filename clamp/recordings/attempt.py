@@ -135,6 +135,8 @@ def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str
                 f"it changes where {frame.f_code.co_qualname}() has come to, which began before the call and which "
                 "no replay takes anything from. Pass what it gives as an argument"
             )
+        if event == "return" and operation != opmap["YIELD_VALUE"]:  # it has ended: another may get its id
+            begun.pop(id(frame), None)
         return
     elif event == "call" and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITING:
         asked = frame.f_code.co_qualname if frame.f_back is not None and _is_users(frame.f_back) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import itertools
 import random
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -25,6 +27,7 @@ from netcl.optim import SGD, Adam, clip_grad_norm
 from clamp import amp, session
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.compat.paddle import GradScaler as PaddleScaler
+from clamp.recordings import attempt as attempts
 from clamp.recordings import capture, memory
 from tests.networks import loss_of, mlp, stepping, weights_of
 from tests.recordings.test_compiled import BATCHES, TARGETS, in_threads, poisoned
@@ -417,6 +420,25 @@ def test_a_generator_that_nobody_holds_any_more_ends_no_recording(queue: cl.Comm
         del generator, cycle
         np.testing.assert_array_equal(recorded(x).to_host(), np.full(4, 2.0))
     assert recorded.recordings == 1
+
+
+def test_a_generator_of_before_is_told_from_one_that_ended_where_it_is_now() -> None:
+    """Python makes the frames of generators when somebody looks at them, one where another has been."""
+
+    def settings() -> Iterator[float]:
+        yield 1.0
+
+    places = {(x.opname, x.arg): x.offset for x in dis.get_instructions(settings)}
+    yields = next(place for (name, _), place in places.items() if name == "YIELD_VALUE")
+    frame: Any = SimpleNamespace(f_code=settings.__code__, f_globals=globals())
+    attempt, begun = Mock(), dict[int, bool]()
+    for event, frame.f_lasti, given_up in (
+        ("call", places["RESUME", 0], 0), ("return", yields, 0),
+        ("call", places["RESUME", 1], 0), ("return", max(places.values()), 0),
+        ("call", places["RESUME", 1], 0), ("return", yields, 1),
+    ):  # fmt: skip
+        attempts._look(attempt, begun, frame, event, None)
+        assert attempt.give_up.call_count == given_up
 
 
 def test_a_tensor_that_only_a_library_knows_may_be_read(queue: cl.CommandQueue) -> None:
