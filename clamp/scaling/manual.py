@@ -28,7 +28,7 @@ from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale, parse_state, positive
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards, are_steps_withheld, give_up_passes
-from clamp.scaling.step_report import History, Reports
+from clamp.scaling.step_report import History, Reports, StepReport
 
 
 class Stage(enum.Enum):
@@ -84,10 +84,10 @@ class ManualScaling(bridge.Listed):
         around_step: Callable[[ManualScaling, Any], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._around_step = around_step
-        # Reports, and the number of a step, that have to hear what becomes of the scale, which is read when it is read
-        # anyway: of steps since the last update, and before it.
-        self._late: list[tuple[Reports, int]] = []
-        self._due: list[tuple[Reports, int]] = []
+        # Reports that have to hear what becomes of the scale, which is read when it is read anyway: of steps since the
+        # last update, and before it.
+        self._late: list[tuple[Reports, StepReport]] = []
+        self._due: list[tuple[Reports, StepReport]] = []
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
@@ -106,13 +106,13 @@ class ManualScaling(bridge.Listed):
         given."""
         if self._due and (scale is not None or recorder() is None):
             scale = self._scaler.scale if scale is None else scale
-            for reports, step in self._due:
-                reports.scale_came(step, scale)
+            for reports, report in self._due:
+                reports.amend(report, scale=scale)
             self._due = []
 
-    def tell_later(self, reports: Reports) -> None:
-        """The last of these reports is of a step whose scale may move yet."""
-        self._late.append((reports, reports.steps))
+    def tell_later(self, reports: Reports, report: StepReport) -> None:
+        """This one of these reports is of a step whose scale may move yet."""
+        self._late.append((reports, report))
 
     def scale_on(self, queue: cl.CommandQueue) -> LossScale:
         """The scale on a queue."""
@@ -208,15 +208,14 @@ class ManualScaling(bridge.Listed):
 
     def _stepped(self, optimizer: Any, run: Callable[[], Any]) -> Any:
         round_ = self._round(optimizer)
-        reports = self.guards.reports
-        steps = reports.steps
+        guard, last = round_.guard, round_.guard.last
         with self._around_step(self, optimizer):
             try:
-                result = round_.guard.step(run, scale_stays=True)
+                result = guard.step(run, scale_stays=True)
             finally:
-                if reports.steps > steps:
-                    self.settle(reports.history[-1].scale_before)
-                    self.tell_later(reports)
+                if guard.last is not None and guard.last is not last:
+                    self.settle(guard.last.scale_before)
+                    self.tell_later(self.guards.reports, guard.last)
         round_.stage = Stage.STEPPED
         return result
 
@@ -243,7 +242,7 @@ class ManualScaling(bridge.Listed):
         host_step(self._update)
 
     def _update(self) -> None:
-        rounds = [round_ for round_ in self._rounds.values() if round_.checked]
+        rounds = [round_ for round_ in list(self._rounds.values()) if round_.checked]
         if not rounds and self._is_moved:
             self._is_moved = False
             return
@@ -310,9 +309,10 @@ class ManualScaling(bridge.Listed):
             )
 
     def _round(self, optimizer: Any) -> _Round:
-        if id(optimizer) not in self._rounds:
-            self._rounds[id(optimizer)] = _Round(optimizer, self.guards.of(optimizer))
-        return self._rounds[id(optimizer)]
+        round_ = self._rounds.get(id(optimizer))
+        if round_ is None:
+            round_ = self._rounds[id(optimizer)] = _Round(optimizer, self.guards.of(optimizer))
+        return round_  # another thread's update may end it
 
     # ------------------------------------------------------------------------------------------ state
 

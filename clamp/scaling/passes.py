@@ -353,16 +353,17 @@ class PassScaling:
     def stepped_with(self, scaling: ManualScaling, optimizer: Any) -> Iterator[None]:
         """Around one step that a ``GradScaler`` decides about: ``history`` and ``loss_scale`` tell of it."""
         guard = self.guard(optimizer.__wrapped__ if isinstance(optimizer, OptimWrapper) else optimizer)
-        reports = scaling.guards.reports
-        last, steps = guard.last, reports.steps
+        scalers = scaling.guards.of(optimizer)
+        last, before = guard.last, scalers.last
         try:
-            with holding(reports, "tells", False):
+            with holding(scaling.guards.reports, "tells", False):
                 yield
         finally:
-            if reports.steps > steps:
-                report = reports.history[-1]
+            report = scalers.last
+            if report is not None and report is not before:
                 guard.decided_elsewhere(last, report.scale_before, report.scale, report)
-                scaling.tell_later(self.guards.reports)
+                if guard.last is not None:
+                    scaling.tell_later(self.guards.reports, guard.last)
                 self._shown = weakref.ref(scaling)
 
 

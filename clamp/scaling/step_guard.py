@@ -210,8 +210,8 @@ class StepGuard(bridge.Listed):
             report: in its history, if it keeps one of its own.
         """
         reports = self._guards.reports
-        if self.last is not last:
-            self.last = reports.amend(scale_before=before, scale=scale)
+        if self.last is not None and self.last is not last:
+            self.last = reports.amend(self.last, scale_before=before, scale=scale)
         elif report is not None:
             self.last = reports.add(report)
         else:

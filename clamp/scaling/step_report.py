@@ -6,6 +6,7 @@ import csv
 import inspect
 import json
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -178,29 +179,28 @@ class Reports:
         self.steps = self.skips = self.repeated = 0
         self.tells = True  # whether observers hear of the steps: not where another's reports tell of them
         self._told_of_kept = False
+        self._lock = threading.RLock()  # steps of several threads are numbered one after the other
 
     def add(self, report: StepReport) -> StepReport:
         """Keeps the report of a step that is over, and numbers it."""
         PROGRESS.end_line()
-        self.steps += 1
-        self.skips += not report.stepped
-        self.repeated += bool(report.repeats)
-        report = replace(report, step=self.steps)
-        self._kept.append(report)
+        with self._lock:
+            self.steps += 1
+            self.skips += not report.stepped
+            self.repeated += bool(report.repeats)
+            report = replace(report, step=self.steps)
+            self._kept.append(report)
         if self.tells:
             RESULTS.stepped(report)
         return report
 
-    def amend(self, **changes: Any) -> StepReport:
-        """Changes the last report."""
-        self._kept[-1] = replace(self._kept[-1], **changes)
-        return self._kept[-1]
-
-    def scale_came(self, step: int, scale: float) -> None:
-        """Changes the scale after a step, by its number, which was not known when it was over."""
-        index = len(self._kept) - 1 - (self.steps - step)
-        if index >= 0 and self._kept[index].scale != scale:
-            self._kept[index] = replace(self._kept[index], scale=scale)
+    def amend(self, report: StepReport, **changes: Any) -> StepReport:
+        """Changes a report, by the number of its step; returns it."""
+        with self._lock:
+            index = len(self._kept) - 1 - (self.steps - report.step)
+            if index >= 0:
+                report = self._kept[index] = replace(self._kept[index], **changes)
+            return report
 
     def warn_of_kept(self, bad: NonFinite) -> None:
         """Says once that gradients of a step that was skipped were kept."""

@@ -6,7 +6,9 @@ import csv
 import json
 import struct
 import sys
+import threading
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from tensorboardX.proto.event_pb2 import Event
 
 from clamp import amp
 from clamp.amp import StepReport
-from clamp.scaling.step_report import History
+from clamp.scaling.step_guard import StepGuards
+from clamp.scaling.step_report import History, Reports
+from tests.networks import UsersSGD
 
 REPORTS = (
     StepReport(True, "", 65536.0, scale_before=65536.0, step=1, absent=("head.bias",)),
@@ -137,3 +141,42 @@ def test_without_tensorboardx_it_says_what_to_install(
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboardX"):
         history.to_tensorboard(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_steps_of_threads_have_a_number_each() -> None:
+    """One ends while another's report is being numbered."""
+    reports, came = Reports(), threading.Event()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is other:
+                came.set()
+            lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            lock.release()
+
+    class Repeats(int):
+        def __bool__(self) -> bool:
+            other.start()
+            came.wait()
+            return False
+
+    def add() -> None:
+        reports.add(REPORTS[1])
+        came.set()
+
+    lock, other = threading.RLock(), threading.Thread(target=add)
+    reports._lock = Lock()
+    reports.add(replace(REPORTS[0], repeats=Repeats()))
+    other.join()
+    assert [(report.step, report.stepped) for report in reports.history] == [(1, True), (2, False)]
+
+
+def test_what_is_learnt_late_of_a_step_is_not_told_of_another_threads() -> None:
+    reports, guard = Reports(), StepGuards()._guard(UsersSGD([]))
+    guard._guards.reports = reports
+    guard.last = reports.add(REPORTS[0])
+    reports.add(REPORTS[1])
+    guard.decided_elsewhere(None, 8.0, 4.0)
+    assert [report.scale for report in reports.history] == [4.0, REPORTS[1].scale]
