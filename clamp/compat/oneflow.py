@@ -19,7 +19,7 @@ from clamp.casting.regions import current_region, in_region, region_here
 from clamp.compat import pytorch
 from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
-from clamp.interrupts import contextmanager, holding, uninterrupted
+from clamp.interrupts import among, contextmanager, holding, of_threads, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied
@@ -395,11 +395,36 @@ def _require_input(x: Any) -> None:
         raise TypeError(f"a Graph takes tensors and constants, got {type(x).__name__}: pass its tensors one by one")
 
 
-def _backward_is(run: Callable[..., None]) -> AbstractContextManager[None]:
+class _Thread(threading.local):
+    backward: Callable[..., None] | None = None  # in place of ``Node.backward``, in a graph's build
+
+
+_thread = of_threads(_Thread())
+_building: dict[
+    object, None
+] = {}  # threads' builds that are under way: the first sets ``Node.backward``, the last back
+_lock = threading.RLock()
+_plain: list[Callable[..., None]] = []  # what it was; at most one
+
+
+@contextmanager
+def _backward_is(run: Callable[..., None]) -> Iterator[None]:
     """Inside the ``with``, this thread's ``loss.backward()`` is ``run(loss)``."""
-    plain, thread = Node.backward, threading.get_ident()
+    try:
+        with among(_building, None), holding(_thread, "backward", run):
+            with _lock, uninterrupted():
+                if not _plain:
+                    _plain.append(Node.backward)
+                    Node.backward = _this_threads(Node.backward)
+            yield
+    finally:
+        with _lock, uninterrupted():
+            if not _building and _plain:
+                Node.backward = _plain.pop()
 
+
+def _this_threads(plain: Callable[..., None]) -> Callable[..., None]:
     def backward(self: Node, *args: Any, **kwargs: Any) -> None:
-        (run if threading.get_ident() == thread else plain)(self, *args, **kwargs)
+        (_thread.backward or plain)(self, *args, **kwargs)
 
-    return holding(Node, "backward", backward)
+    return backward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -362,3 +364,37 @@ def test_every_layer_and_model_of_netcl_replays(queue: cl.CommandQueue, name: st
 
     for actual, expected in zip(run(True), run(False), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+def test_graphs_that_threads_build_at_the_same_time_leave_each_others_backward(queue: cl.CommandQueue) -> None:
+    """The first to begin ends first; the other's backward comes after that."""
+    models = [mlp(queue, 10, 16, 3) for _ in range(2)]
+    begun, ended = threading.Event(), threading.Event()
+    first, second = (Train(model, SGD(model.parameters(), lr=0.1), GradScaler(), "float16") for model in models)
+    of_first, of_second = first.build, second.build
+
+    def begins_first(*inputs: Any) -> Any:
+        between.append(thread.submit(second, *data))
+        begun.wait()
+        return of_first(*inputs)
+
+    def ends_last(*inputs: Any) -> Any:
+        begun.set()
+        ended.wait()
+        return of_second(*inputs)
+
+    between: list[Future[Any]] = []
+    data = to_device(queue, BATCHES[0]), to_device(queue, TARGETS[0])
+    first.build, second.build = begins_first, ends_last  # type: ignore[method-assign]
+    before = weights_of(models[0])
+    with init("float16"), ThreadPoolExecutor(1) as thread:
+        plain = Node.backward
+        try:
+            first(*data)
+        finally:
+            ended.set()
+        between[0].result()
+        for one, other, was in zip(weights_of(models[0]), weights_of(models[1]), before, strict=True):
+            assert_same(one, other)
+            assert (one != was).any()
+        assert Node.backward is plain
