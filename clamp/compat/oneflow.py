@@ -400,9 +400,8 @@ class _Thread(threading.local):
 
 
 _thread = of_threads(_Thread())
-_building: dict[
-    object, None
-] = {}  # threads' builds that are under way: the first sets ``Node.backward``, the last back
+#: Threads' builds that are under way: the first sets ``Node.backward``, the last back.
+_building: dict[object, None] = {}
 _lock = threading.RLock()
 _plain: list[Callable[..., None]] = []  # what it was; at most one
 
