@@ -107,8 +107,9 @@ BOUNDARIES: dict[str, Callable[[], Any]] = {
 
 
 _OBSERVER: Observer = Observer()
-_SCALING: Any = SimpleNamespace(guards=SimpleNamespace(reports=SimpleNamespace(steps=0, tells=True)))
-_HANDLE: Any = SimpleNamespace(guard=lambda optimizer: SimpleNamespace(last=None))
+_GUARD = SimpleNamespace(last=None)
+_SCALING: Any = SimpleNamespace(guards=SimpleNamespace(of=lambda _: _GUARD, reports=SimpleNamespace(tells=True)))
+_HANDLE: Any = SimpleNamespace(guard=lambda _: _GUARD)
 
 
 def _state() -> dict[str, Any]:
