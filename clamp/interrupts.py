@@ -46,13 +46,19 @@ _DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 class uninterrupted:
     """Inside the ``with``, Ctrl-C waits until its end, or until ``pass_on``, as do those of the other ``_SIGNALS`` that
-    have a handler in Python; a second one does not. Only the main thread gets any."""
+    have a handler in Python; a second one does not. Only the main thread gets any. What waits for the end of a ``with``
+    around this one waits for that end, and not for this one's."""
 
     def __enter__(self) -> uninterrupted:
         self._caught: dict[int, FrameType | None] = {}
         in_main = threading.get_ident() == threading.main_thread().ident
         handlers = {number: _signal.getsignal(number) for number in _SIGNALS} if in_main else {}
-        self._handlers: dict[int, Any] = {number: found for number, found in handlers.items() if callable(found)}
+        # Not one that waits already: it would take the second one that comes here for its first.
+        self._handlers: dict[int, Any] = {
+            number: found
+            for number, found in handlers.items()
+            if callable(found) and not isinstance(getattr(found, "__self__", None), uninterrupted)
+        }
         try:
             for number in self._handlers:
                 _signal.signal(number, self._wait)

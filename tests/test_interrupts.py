@@ -244,6 +244,21 @@ def test_ctrl_c_waits_for_the_end_of_what_belongs_together(pythons_handler: Any)
     assert signal.getsignal(signal.SIGINT) is pythons_handler
 
 
+@pytest.mark.parametrize("levels", [2, 4])
+@pytest.mark.usefixtures("pythons_handler")
+def test_what_is_in_another_waits_for_the_end_of_the_outermost(levels: int) -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:  # noqa: PT012
+        held = [stack.enter_context(interrupts.uninterrupted()) for _ in range(levels)]
+        signal.raise_signal(signal.SIGINT)
+        held[-1].pass_on()
+        done.append("still here")
+        signal.raise_signal(signal.SIGINT)
+        done.append("the second one has waited")
+    assert done == ["still here"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 class _TimeIsUpError(Exception):
     """What the handler of a signal raises."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import signal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,11 @@ from clamp import amp, bridge
 from clamp.casting.results import RESULTS, Observer
 from clamp.compat.paddle import GradScaler as PaddleScaler
 from clamp.scaling.manual import ManualScaling
-from tests.compat.test_scalers import under
+from tests.compat.test_scalers import FACES, under
 from tests.debug.faults import Training
 from tests.reference import to_device
 from tests.scaling.test_overflow import plant
+from tests.scaling.test_shared import parameter, summed
 
 __all__ = ["under"]  # a fixture
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -177,3 +180,31 @@ def test_two_optimizers_have_the_scale_that_their_gradients_had(queue: cl.Comman
         found = handle.explain()
         assert found.kind == "scale", found
         assert f"The loss scale of {TOO_HIGH:.8g} was too high" in found.why
+
+
+class Hanging(SGD):
+    """An optimizer whose step never ends, so that a user presses Ctrl-C twice."""
+
+    waited = 0
+
+    def step(self) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            self.waited += 1
+
+
+@pytest.mark.parametrize("call", [*FACES, "paddle's minimize"])
+def test_the_second_ctrl_c_ends_a_step_that_hangs(
+    queue: cl.CommandQueue, call: str, request: pytest.FixtureRequest
+) -> None:
+    # netcl's own handler ends the process
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
+    amp.init()
+    param, scaler = parameter(queue), FACES[call.split("'")[0]]()
+    optimizer, scaled = Hanging([param], lr=0.1), scaler.scale(summed(param))
+    scaled.backward()
+    with pytest.raises(KeyboardInterrupt):
+        scaler.one.minimize(optimizer, scaled) if "minimize" in call else scaler.step(optimizer)
+    assert optimizer.waited == 1
