@@ -283,7 +283,7 @@ def bound(
         moves: the gradient functions compute nothing, and take a gradient of any dtype, also of an ``out`` in 16 bits.
             They read no operand's value.
         unread: operands whose values the gradient functions do not read, so that they are not kept for them.
-        besides: others whose values they read: indices, labels, a mask.
+        besides: others whose values they read: indices, labels, a mask, statistics, ``out`` itself.
     """
     operands: list[Operand] = []
     for key in gradients:

@@ -52,13 +52,13 @@ def apply_unary(
     dtype, value = casting.result_dtype(operand), operand.value
     out = computed(partial(elementwise, op, dtype, value, parameters=parameters), value, operand.shape, dtype)
     del value  # as below
-    saved = out if from_out else None  # nothing else of the two is held
+    read = Operand(out, out) if from_out else operand  # nothing else of the two is held
 
     def gradient(grad: Tensor, dtype: str) -> Tensor:
-        read = operand.value if saved is None else saved
-        return elementwise(grad_op, dtype, grad, read, parameters=parameters)
+        return elementwise(grad_op, dtype, grad, read.value, parameters=parameters)
 
-    return bound(out, {operand: gradient}, op, tape, unread=(operand,) if from_out else ())
+    unread, besides = ((operand,), (read,)) if from_out else ((), ())
+    return bound(out, {operand: gradient}, op, tape, unread=unread, besides=besides)
 
 
 def apply_broadcast(
@@ -146,16 +146,22 @@ def add_relu(casting: Casting, a: TensorLike, b: TensorLike, tape: Tape | None =
     """relu(a + b), without the sum in between."""
     operands = float_operands(casting, a, b)
     out = elementwise("add_relu", casting.result_dtype(*operands), operands[0].value, operands[1].value)
+    result = Operand(out, out)
 
     def through(grad: Tensor) -> Tensor:
         # All operands get this one tensor, summed or rounded only where they differ from the result.
         wanted = [operand for operand in operands if operand.needs_grad]
         dtypes = {operand.grad_dtype for operand in wanted}
         whole = all(operand.shape == out.shape for operand in wanted)
-        return elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, out)
+        return elementwise("relu_grad", dtypes.pop() if whole and len(dtypes) == 1 else "float32", grad, result.value)
 
     gradients = gradients_by(operands, (PASS, PASS), ())
-    return bound(out, gradients, "add_relu", tape, first=through, unread=operands)
+    return bound(out, gradients, "add_relu", tape, first=through, unread=operands, besides=(result,))
+
+
+def through_relu(result: Operand, grad: Tensor) -> Tensor:
+    """The gradient of what relu was applied to in the store of its result, in the result's dtype."""
+    return elementwise("relu_grad", result.dtype, grad, result.value)
 
 
 @implements("netcl.autograd.bias_add", "netcl.ops.elementwise.bias_add", uses=(elementwise, sum_to_shape))

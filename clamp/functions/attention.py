@@ -37,15 +37,16 @@ def flash_attention(
         ("attention", qo.shape, ko.shape, vo.shape, causal, scale, dtype), operands,
     )  # fmt: skip
 
-    gradients: Gradients = {operands: lambda grad, *_: _gradients(qo, ko, vo, lse, grad, causal, scale)}
-    return bound(out, gradients, "flash_attention", tape), lse
+    sums = Operand(lse, lse)
+    gradients: Gradients = {operands: lambda grad, *_: _gradients(qo, ko, vo, sums, grad, causal, scale)}
+    return bound(out, gradients, "flash_attention", tape, besides=(sums,)), lse
 
 
 def _gradients(
-    q: Operand, k: Operand, v: Operand, lse: Tensor, grad: Tensor, causal: bool, scale: float | None
+    q: Operand, k: Operand, v: Operand, lse: Operand, grad: Tensor, causal: bool, scale: float | None
 ) -> ops.Gradients:
     dtypes = (q.grad_dtype, k.grad_dtype, v.grad_dtype)
-    return ops.attention_backward(q.value, k.value, v.value, lse, grad, causal, scale, out_dtypes=dtypes)
+    return ops.attention_backward(q.value, k.value, v.value, lse.value, grad, causal, scale, out_dtypes=dtypes)
 
 
 @implements("netcl.ops.attention.flash_attention_backward", uses=ops.ENGINES)
@@ -58,7 +59,7 @@ def tensor_flash_attention_backward(
     grad, sums = as_is(grad_out), as_is(lse)
     require_floats("flash_attention_backward", q=qo, k=ko, v=vo, lse=sums, grad_out=grad)
     bridge.require_same_queue("flash_attention_backward", qo.value, grad.value, sums.value)
-    return _gradients(qo, ko, vo, sums.value, grad.value, causal, scale)
+    return _gradients(qo, ko, vo, sums, grad.value, causal, scale)
 
 
 @implements("netcl.ops.attention.flash_attention_decode", uses=(ops.DECODE,))
@@ -98,11 +99,12 @@ def rope(
         ValueError: D is odd, or there are not T positions.
     """
     (operand,) = float_operands(casting, x)
-    places = whole_value(positions)
-    bridge.require_same_queue("rope", operand.value, places)
+    where = whole_value(positions)
+    bridge.require_same_queue("rope", operand.value, where)
+    places = Operand(where, where)
     dtype, base = casting.result_dtype(operand), number("rope", "base", base)
-    out = rotate(operand.value, places, base, inverse=bool(inverse), out_dtype=dtype)
+    out = rotate(operand.value, where, base, inverse=bool(inverse), out_dtype=dtype)
     gradients: Gradients = {
-        operand: lambda grad, dtype: rotate(grad, places, base, inverse=not inverse, out_dtype=dtype)
+        operand: lambda grad, dtype: rotate(grad, places.value, base, inverse=not inverse, out_dtype=dtype)
     }
-    return bound(out, gradients, "rope", tape, unread=(operand,))
+    return bound(out, gradients, "rope", tape, unread=(operand,), besides=(places,))

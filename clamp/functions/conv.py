@@ -14,6 +14,7 @@ from clamp import bridge
 from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound, owned_value, require_floating
 from clamp.casting.registry import implements
+from clamp.functions.arithmetic import through_relu
 from clamp.functions.recompute import asked_before
 from clamp.ops import conv as ops
 from clamp.ops import depthwise
@@ -131,8 +132,11 @@ def _convolve(
         return (gw,) if bo is None else (gw, gb)
 
     parameters = (wo,) if bo is None else (wo, bo)
-    through_relu = (lambda grad: elementwise("relu_grad", out.dtype, grad, out)) if relu else None
-    return bound(out, {xo: input_gradient, parameters: parameter_gradients}, name, tape, first=through_relu)
+    gradients: Gradients = {xo: input_gradient, parameters: parameter_gradients}
+    if not relu:
+        return bound(out, gradients, name, tape)
+    result = Operand(out, out)
+    return bound(out, gradients, name, tape, first=partial(through_relu, result), besides=(result,))
 
 
 def _weights(w: Operand, window: Window, *, transposed: bool) -> Weights:

@@ -16,6 +16,7 @@ from clamp.bridge import Tape, Tensor, TensorLike
 from clamp.casting.operands import Casting, Gradients, Operand, as_is, bound
 from clamp.casting.policies import WeightOperand
 from clamp.casting.registry import implements
+from clamp.functions.arithmetic import through_relu
 from clamp.functions.recompute import asked_before, computed
 from clamp.ops.elementwise import elementwise
 from clamp.ops.gemm import gemm, is_packed, pack_b, rounds_as_it_reads
@@ -157,4 +158,5 @@ def linear_relu(
     }
     if bo is not None:
         gradients[bo] = lambda grad, dtype: sum_to_shape(grad, bo.shape, dtype)
-    return bound(out, gradients, "linear_relu", tape, first=lambda grad: elementwise("relu_grad", out.dtype, grad, out))
+    result = Operand(out, out)
+    return bound(out, gradients, "linear_relu", tape, first=partial(through_relu, result), besides=(result,))

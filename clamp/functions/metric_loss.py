@@ -204,5 +204,7 @@ def info_nce_loss(
         q.value, k.value,
         temperature=temperature, normalize=normalize, mean=reduction == "mean", symmetric=symmetric,
     )  # fmt: skip
-    gradients: Gradients = {(q, k): partial(info_nce.info_nce_gradients, forward)}
+    gradients: Gradients = {
+        (q, k): lambda grad, *dtypes: info_nce.info_nce_gradients(forward, q.value, k.value, grad, *dtypes)
+    }
     return bound(forward.loss, gradients, "info_nce_loss", tape)

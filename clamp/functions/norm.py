@@ -115,13 +115,15 @@ def _normalized_batch(
         xo.value, go.value, bo.value, mean, var, eps=eps, out_dtype=dtype, activation=activation
     )  # fmt: skip
 
+    statistics = center, spread = Operand(mean, mean), Operand(var, var)
+
     def backward(grad: Tensor, dx_dtype: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         return planes_ops.batch_norm_backward(
-            xo.value, go.value, bo.value, grad, mean, var, eps=eps, dx_dtype=dx_dtype, training=training,
-            parameters=any(dtypes), activation=activation,
+            xo.value, go.value, bo.value, grad, center.value, spread.value, eps=eps, dx_dtype=dx_dtype,
+            training=training, parameters=any(dtypes), activation=activation,
         )  # fmt: skip
 
-    return bound(out, {(xo, go, bo): backward}, name, tape), mean, var
+    return bound(out, {(xo, go, bo): backward}, name, tape, besides=statistics), mean, var
 
 
 def _batch_norm(name: str, activation: Activation) -> Function:
@@ -201,15 +203,16 @@ def group_norm(
         raise ValueError(f"group_norm: {xo.shape[1]} channels are not divisible by groups={groups}")
     dtype = casting.result_dtype(xo)
     out, mean, var = planes_ops.group_norm(xo.value, go.value, bo.value, groups, eps=eps, out_dtype=dtype)
+    statistics = center, spread = Operand(mean, mean), Operand(var, var)
 
     def backward(grad: Tensor, _: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = planes_ops.group_norm_backward(
-            xo.value, go.value, grad, mean, var, groups, eps=eps, dx_dtype=xo.grad_dtype,
+            xo.value, go.value, grad, center.value, spread.value, groups, eps=eps, dx_dtype=xo.grad_dtype,
             dgamma_dtype=dtypes[0], dbeta_dtype=dtypes[1],
         )  # fmt: skip
         return dx, _like(dgamma, go), _like(dbeta, bo)
 
-    return bound(out, {(xo, go, bo): backward}, "group_norm", tape), mean, var
+    return bound(out, {(xo, go, bo): backward}, "group_norm", tape, besides=statistics), mean, var
 
 
 @implements("netcl.nn.groupnorm.group_norm_backward", uses=(planes_ops.PLANES_BACKWARD, norm_sets, reduce_sum, cast))
@@ -251,15 +254,17 @@ def layer_norm(
     out, mean, var = rows_ops.layer_norm(
         bridge.view(xo.value, rows), go.value, bo.value, eps=eps, out_dtype=casting.result_dtype(xo)
     )
+    statistics = center, spread = Operand(mean, mean), Operand(var, var)
 
     def backward(grad: Tensor, _: str | None, *dtypes: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma, dbeta = rows_ops.layer_norm_backward(
-            bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), mean, var, eps=eps, dx_dtype=xo.grad_dtype,
-            dgamma_dtype=dtypes[0], dbeta_dtype=dtypes[1],
+            bridge.view(xo.value, rows), go.value, bridge.view(grad, rows), center.value, spread.value, eps=eps,
+            dx_dtype=xo.grad_dtype, dgamma_dtype=dtypes[0], dbeta_dtype=dtypes[1],
         )  # fmt: skip
         return bridge.view(dx, shape), _like(dgamma, go), _like(dbeta, bo)
 
-    return bound(bridge.view(out, shape), {(xo, go, bo): backward}, "layer_norm", tape), mean, var
+    result = bridge.view(out, shape)
+    return bound(result, {(xo, go, bo): backward}, "layer_norm", tape, besides=statistics), mean, var
 
 
 def _rows_that_share_statistics(x: Operand, gamma: Tensor) -> tuple[int, ...]:
@@ -310,14 +315,15 @@ def rms_norm(
     xo, go = _operands(casting, "rms_norm", x, -1, gamma)
     eps, dtype = number("rms_norm", "eps", eps), casting.result_dtype(xo)
     out, inverse = rows_ops.rms_norm(xo.value, go.value, eps=eps, out_dtype=dtype)
+    statistic = Operand(inverse, inverse)
 
     def backward(grad: Tensor, _: str | None, dtype: str | None) -> tuple[Tensor | None, ...]:
         dx, dgamma = rows_ops.rms_norm_backward(
-            xo.value, go.value, grad, inverse, dx_dtype=xo.grad_dtype, dgamma_dtype=dtype
+            xo.value, go.value, grad, statistic.value, dx_dtype=xo.grad_dtype, dgamma_dtype=dtype
         )
         return dx, _like(dgamma, go)
 
-    return bound(out, {(xo, go): backward}, "rms_norm", tape), inverse
+    return bound(out, {(xo, go): backward}, "rms_norm", tape, besides=(statistic,)), inverse
 
 
 @implements("netcl.ops.norm_rope.rms_norm_backward", uses=(rows_ops, cast))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clamp.bridge import Tape
-from clamp.casting.operands import Casting, Gradients, bound, float_operands
+from clamp.casting.operands import Casting, Gradients, Operand, bound, float_operands
 from clamp.casting.registry import Function, implements
 from clamp.ops import reduce as ops
 from clamp.ops import softmax as softmax_ops
@@ -46,8 +46,11 @@ def softmax(casting: Casting, x: Any, axis: int = -1, dim: int | None = None, ta
     (operand,) = float_operands(casting, x)
     axis = axis_of("softmax", axis if dim is None else dim, len(operand.shape))
     out = softmax_ops.softmax(operand.value, axis, out_dtype=casting.result_dtype(operand))
-    gradients: Gradients = {operand: lambda grad, dtype: softmax_ops.softmax_backward(out, grad, axis, out_dtype=dtype)}
-    return bound(out, gradients, "softmax", tape, unread=(operand,))
+    result = Operand(out, out)
+    gradients: Gradients = {
+        operand: lambda grad, dtype: softmax_ops.softmax_backward(result.value, grad, axis, out_dtype=dtype)
+    }
+    return bound(out, gradients, "softmax", tape, unread=(operand,), besides=(result,))
 
 
 # ------------------------------------------------------------------------------------------ tensor level

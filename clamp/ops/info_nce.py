@@ -21,11 +21,10 @@ _EPSILON = 1e-8  # what netcl adds to a norm before dividing by it
 
 @dataclass(frozen=True)
 class Rows:
-    """Queries or keys."""
+    """Queries or keys that were normalized before they were multiplied."""
 
-    given: Tensor  # (N, n), as they were given
-    value: Tensor  # as they were multiplied: normalized, in float32, or as given
-    norms: Tensor | None  # N norms, float32; None if the rows are not normalized
+    normalized: Tensor  # (N, n), in float32
+    norms: Tensor  # N, float32
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class InfoNCE:
     """The loss, with what backward needs."""
 
     loss: Tensor  # float32, shape (1,)
-    queries: Rows
-    keys: Rows  # queries, keys: the rows whose products are the similarities
+    queries: Rows | None
+    keys: Rows | None  # queries, keys: None where they are multiplied as they were given
     similarities: Tensor  # (N, N), float32
     tops: Tensor
     totals: Tensor  # tops, totals: of the softmax of every row, and after those, if symmetric, of every column
@@ -53,11 +52,8 @@ def info_nce(
         symmetric: the average of this loss and that of the transposed similarities.
     """
     n, queue = queries.shape[0], queries.queue
-    q, k = (
-        Rows(x, *l2_normalize(x, eps=_EPSILON, out_dtype="float32")) if normalize else Rows(x, x, None)
-        for x in (queries, keys)
-    )
-    similarities = gemm(q.value, k.value, transpose_b=True, out_dtype="float32")
+    q, k = (Rows(*l2_normalize(x, eps=_EPSILON, out_dtype="float32")) if normalize else None for x in (queries, keys))
+    similarities = gemm(_multiplied(queries, q), _multiplied(keys, k), transpose_b=True, out_dtype="float32")
     sides = 2 if symmetric else 1
     losses, tops, totals = (bridge.empty(queue, (sides, n), "float32") for _ in range(3))
     if n:
@@ -71,10 +67,14 @@ def info_nce(
     return InfoNCE(loss, q, k, similarities, tops, totals, temperature, symmetric, divisor)
 
 
+def _multiplied(given: Tensor, rows: Rows | None) -> Tensor:
+    return given if rows is None else rows.normalized
+
+
 def info_nce_gradients(
-    forward: InfoNCE, grad: Tensor, query_dtype: str | None, key_dtype: str | None
+    forward: InfoNCE, queries: Tensor, keys: Tensor, grad: Tensor, query_dtype: str | None, key_dtype: str | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients for queries and keys, in these dtypes; None for one whose dtype is None."""
+    """Gradients for queries and keys, those of the forward, in these dtypes; None for one whose dtype is None."""
     similarities, q, k = forward.similarities, forward.queries, forward.keys
     n, queue = similarities.shape[0], similarities.queue
     slopes = bridge.empty(queue, (n, n), "float32")
@@ -86,14 +86,16 @@ def info_nce_gradients(
             SLOPES=1, **plan.macros, **({"SYMMETRIC": 1} if forward.symmetric else {}),
         )  # fmt: skip
     return (
-        None if query_dtype is None else _gradient(slopes, False, k, q, query_dtype),
-        None if key_dtype is None else _gradient(slopes, True, q, k, key_dtype),
+        None if query_dtype is None else _gradient(slopes, False, _multiplied(keys, k), queries, q, query_dtype),
+        None if key_dtype is None else _gradient(slopes, True, _multiplied(queries, q), keys, k, key_dtype),
     )
 
 
-def _gradient(slopes: Tensor, transpose: bool, others: Rows, own: Rows, out_dtype: str) -> Tensor:
-    """Gradient for one side's rows from the slopes of similarities and the other side."""
-    if own.norms is None:
-        return gemm(slopes, others.value, transpose_a=transpose, out_dtype=out_dtype)
-    of_normalized = gemm(slopes, others.value, transpose_a=transpose, out_dtype="float32")
-    return l2_normalize_backward(own.given, of_normalized, own.norms, eps=_EPSILON, dx_dtype=out_dtype)
+def _gradient(
+    slopes: Tensor, transpose: bool, others: Tensor, given: Tensor, own: Rows | None, out_dtype: str
+) -> Tensor:
+    """Gradient for one side's rows, as they were given, from the slopes of similarities and the other side."""
+    if own is None:
+        return gemm(slopes, others, transpose_a=transpose, out_dtype=out_dtype)
+    of_normalized = gemm(slopes, others, transpose_a=transpose, out_dtype="float32")
+    return l2_normalize_backward(given, of_normalized, own.norms, eps=_EPSILON, dx_dtype=out_dtype)

@@ -10,6 +10,8 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.nn import batchnorm, groupnorm, layernorm
+from netcl.ops import attention, norm_rope
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Tensor
@@ -148,6 +150,7 @@ def _written_to(
         (ag.matmul_op, ("float16", "float16")),
         (ag.mse_loss, ("float32", "float32")),
         (lambda a, b: ag.mul(ag.relu(a), b), ("float16", "float32")),
+        (lambda a, b: ag.info_nce_loss(a, b, 100.0, normalize=False), ("float32", "float32")),
     ],
 )
 def test_what_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, function: Any, dtypes: Any) -> None:
@@ -163,6 +166,7 @@ def test_what_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, func
         lambda x, index: ag.index_add(ag.tensor(x.value), 0, index, x),
         lambda x, index: ag.cross_entropy_indices(x, index),
         lambda x, index: ag.masked_fill(x, index, -1.0),
+        lambda x, index: ag.rope(ag.cat([x, x], axis=1), index),
     ],
 )
 def test_indices_that_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, function: Any) -> None:
@@ -175,6 +179,85 @@ def test_indices_that_backward_reads_must_not_be_written_to(queue: cl.CommandQue
         index.write(np.zeros(5, np.int32))
         with pytest.raises(RuntimeError, match=r"shape \(5,\) was written to"):
             out.backward()
+
+
+def _like(x: Node, seed: int) -> Tensor:
+    return to_device(x.value.queue, np.random.default_rng(seed).standard_normal(x.value.shape))
+
+
+def _image(x: Node) -> Node:
+    return ag.reshape(x, (1, 2, 4, 8))
+
+
+def _filters(x: Node) -> Tensor:
+    return to_device(x.value.queue, np.random.default_rng(1).standard_normal((3, 2, 1, 1)))
+
+
+def _statistics(size: int, x: Node, value: float = 1.0) -> list[Tensor]:
+    return [to_device(x.value.queue, np.full(size, value)) for _ in range(2)]
+
+
+def _moving(x: Node) -> Any:
+    return batchnorm.batch_norm2d(_image(x), *_statistics(2, x), *_statistics(2, x, 0.5), training=True)
+
+
+def _after(x: Node, function: Callable[..., Any], which: int) -> tuple[Node, Tensor]:
+    """A function's result, and what is to be written to: one of what it returned."""
+    made = function(x)
+    every = made if isinstance(made, tuple) else (made,)
+    return every[0], every[which].value if which == 0 else every[which]
+
+
+#: functions whose gradients read what they have returned, and which of it
+READ_AGAIN: dict[str, tuple[Callable[[Node], Any], int]] = {
+    "relu": (ag.relu, 0),
+    "exp": (ag.exp, 0),
+    "sqrt": (lambda x: ag.sqrt(ag.square(x)), 0),
+    "softmax": (ag.softmax, 0),
+    "add_relu": (lambda x: ag.add_relu(x, _like(x, 1)), 0),
+    "linear_relu": (lambda x: ag.linear_relu(x, to_device(x.value.queue, np.ones((8, 8)))), 0),
+    "conv2d_relu": (lambda x: ag.conv2d_relu(_image(x), _filters(x)), 0),
+    "batch_norm2d, mean": (_moving, 1),
+    "batch_norm2d, variance": (_moving, 2),
+    "group_norm": (lambda x: groupnorm.group_norm(_image(x), *_statistics(2, x), 2), 1),
+    "layer_norm": (lambda x: layernorm.layer_norm(x, *_statistics(8, x)), 2),
+    "rms_norm": (lambda x: norm_rope.rms_norm(x, _statistics(8, x)[0]), 1),
+    "flash_attention": (lambda x: attention.flash_attention(*[_image(x)] * 3), 1),
+}
+#: and of which they read nothing
+READ_NEVER: dict[str, Function] = {
+    **{name: getattr(ag, name) for name in ("sigmoid", "tanh", "gelu", "swish", "leaky_relu", "log", "sum", "square")},
+    "matmul": lambda x: ag.matmul_op(x, to_device(x.value.queue, np.ones((8, 8)))),
+    "conv2d": lambda x: ag.conv2d(_image(x), _filters(x)),
+    "batch_norm2d": lambda x: _moving(x)[0],
+    "layer_norm": lambda x: layernorm.layer_norm(x, *_statistics(8, x))[0],
+    "dropout": lambda x: ag.dropout(x, 0.5, seed=1),
+}
+
+
+def _gradient_after_writing(queue: cl.CommandQueue, function: Callable[[Node], Any], which: int, write: bool) -> Any:
+    x = to_device(queue, np.random.default_rng(0).uniform(0.5, 1.5, (8, 8)))
+    x.requires_grad = True
+    out, written = _after(ag.tensor(x), function, which)
+    grad = to_device(queue, np.random.default_rng(2).standard_normal(out.value.shape), out.value.dtype)
+    if write:
+        written.write(np.full(written.shape, 0.25, np.float32))
+    out.backward(grad)
+    return to_numpy(x.grad)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", READ_AGAIN)
+def test_a_result_that_backward_reads_must_not_be_written_to(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    with amp.init(dtype=dtype), pytest.raises(RuntimeError, match="was written to between a forward and"):
+        _gradient_after_writing(queue, *READ_AGAIN[name], write=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", READ_NEVER)
+def test_a_result_that_no_gradient_reads_may_be_written_to(queue: cl.CommandQueue, name: str, dtype: str) -> None:
+    with amp.init(dtype=dtype):
+        assert_same(*[_gradient_after_writing(queue, READ_NEVER[name], 0, write) for write in (False, True)])
 
 
 @pytest.mark.parametrize("function", [ag.add, lambda a, b: ag.mul(b, ag.tanh(ag.mul(a, 0.0)))])

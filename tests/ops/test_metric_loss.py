@@ -346,7 +346,7 @@ def test_info_nce(
             steep = (1 if normalize else n) / temperature
             assert_close(forward.loss, [loss / by], slack=(64 + 4 * n + rows) * EPS * steep * rows / by)
             slack = (64 + 4 * n + rows) * EPS * steep * steep * 16 / by
-            results = info_nce.info_nce_gradients(forward, to_device(queue, [16.0]), *dtypes)
+            results = info_nce.info_nce_gradients(forward, q, k, to_device(queue, [16.0]), *dtypes)
             for result, expected in zip(results, (dq, dk), strict=True):
                 assert result is not None
                 assert_close(result, expected * 16 / by, slack=slack)
@@ -358,7 +358,7 @@ def test_info_nce_of_extreme_rows_and_temperatures(queue: cl.CommandQueue) -> No
     zero = to_device(queue, np.zeros((3, 4)), "float16")
     forward = info_nce.info_nce(zero, zero, temperature=0.07, normalize=True, mean=True, symmetric=True)
     assert_close(forward.loss, [np.log(3)], ulps=2)
-    for gradient in info_nce.info_nce_gradients(forward, one, "float32", "float32"):
+    for gradient in info_nce.info_nce_gradients(forward, zero, zero, one, "float32", "float32"):
         assert gradient is not None
         np.testing.assert_array_equal(to_numpy(gradient), 0)
     large = to_device(queue, np.eye(3) * 65504, "float16")
