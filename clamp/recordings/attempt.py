@@ -31,7 +31,7 @@ from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager
 from clamp.opencl.host_steps import HostValue, refuse, value_now
 from clamp.params.weight_cache import Together
-from clamp.recordings.code_names import LIBRARIES
+from clamp.recordings.code_names import LIBRARIES, is_of_library
 from clamp.recordings.watch import Watch
 
 
@@ -83,7 +83,8 @@ class Attempt(KernelCapture):  # type: ignore[misc]
 # ---------------------------------------------------------------------------------------------- what is refused
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_FILES = (os.read, os.stat, os.listdir, os.scandir, np.fromfile, pickle.load)
+_LOOKS = frozenset({os.stat, os.listdir, os.scandir})  # whether there is a file
+_FILES = (*_LOOKS, os.read, np.fromfile, pickle.load)
 _FUNCTIONS = frozenset(
     (time.localtime, time.gmtime, time.ctime, time.strftime, os.urandom, os.getloadavg, os.times, input, *_FILES)
 ).union(getattr(time, f"{clock}{unit}") for clock in _CLOCKS for unit in ("", "_ns"))
@@ -98,6 +99,8 @@ _TODAY = frozenset({"now", "utcnow", "today"})
 #: Modules that read a file for whoever calls them.
 _READERS = frozenset({"genericpath", "posixpath", "ntpath", "pathlib", "pathlib._local", "pathlib._abc", "json"})
 _READERS |= {"numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib.format", "numpy.lib._format_impl"}
+#: What in these looks only for the sake of what it is to write, or of a path, and tells its caller nothing of it.
+_WRITERS = frozenset({"mkdir", "touch", "resolve", "copy", "copy_into", "move", "move_into"})
 #: Python's own code that waits for what others send, by module and name.
 _WAITING = {("queue", "get"), ("multiprocessing.queues", "get"), ("multiprocessing.connection", "recv")}
 
@@ -125,7 +128,7 @@ def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str
     if event == "c_call":
         asked = _name_of(arg)
         caller = _caller_of_readers(frame) if asked else None
-        asked = asked if caller is not None and _is_users(caller) else ""
+        asked = asked if caller is not None and _is_users(caller, arg in _LOOKS) else ""
     elif event in ("call", "return") and frame.f_code.co_flags & _GOES_ON:
         operation, argument = frame.f_code.co_code[frame.f_lasti :][:2]
         if event == "call" and operation == opmap["RESUME"]:
@@ -150,13 +153,17 @@ def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str
 
 
 def _caller_of_readers(frame: FrameType | None) -> FrameType | None:
+    """What a module that reads files was called by; None if it was called to write one."""
     while frame is not None and frame.f_globals.get("__name__") in _READERS:
-        frame = frame.f_back
+        frame = None if frame.f_code.co_name in _WRITERS else frame.f_back
     return frame
 
 
-def _is_users(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES
+def _is_users(frame: FrameType, looks: bool = False) -> bool:
+    """Returns whether code is the user's, or an installed package's that asks on behalf of it: not where it only looks
+    for a file, to write over a plot."""
+    name = str(frame.f_globals.get("__name__"))
+    return not is_of_library(name) if looks else name.partition(".")[0] not in LIBRARIES
 
 
 def _is_collecting(frame: FrameType | None) -> bool:

@@ -9,6 +9,7 @@ launches, and whether they have moved is known by ``memory.py``.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import threading
 import weakref
@@ -181,7 +182,8 @@ class Watch:
             self._note(lambda: (drawn(x),), lambda *_: name)
         elif self._generators and is_library(kind) and hasattr(kind, "__next__"):
             self._note(lambda: position(x), lambda *_: name)
-            for part in gc.get_referents(x):  # what zip, map or enumerate go through
+            # what zip, map or enumerate go through; not what a file has yet to write
+            for part in () if issubclass(kind, io.IOBase) else gc.get_referents(x):
                 self._push(part, name)
         elif issubclass(kind, FunctionType):
             if root or not is_library(x):

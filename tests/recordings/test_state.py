@@ -11,7 +11,9 @@ import io
 import itertools
 import os
 import queue as queues
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -636,6 +638,38 @@ def test_what_gives_another_answer_each_time_is_refused(queue: cl.CommandQueue, 
     graph(x)
     with pytest.raises(RuntimeError, match=r"\(\) was called .* pass the answer"):
         graph(x)
+
+
+#: an installed package's: whether there is a file to write over decides nothing of the step's
+PLOTTER: dict[str, Any] = {"__name__": "pytest.plots", "os": os}
+exec("def save(folder): return os.path.exists(folder)", PLOTTER)
+
+#: how a function may write
+WRITES: dict[str, Callable[[Path], Any]] = {
+    "a folder": lambda folder: folder.mkdir(exist_ok=True),
+    "folders": lambda folder: (folder / "a" / "b").mkdir(parents=True, exist_ok=True),
+    "a folder by os": lambda folder: os.makedirs(folder, exist_ok=True),
+    "an empty file": lambda folder: (folder / "empty").touch(),
+    "a text": lambda folder: (folder.resolve() / "text").write_text("loss"),
+    "a line": lambda folder: print("loss", file=(folder / "lines").open("a"), flush=True),
+    "a copy": lambda folder: shutil.copy(__file__, folder),
+    "a passing file": lambda folder: tempfile.TemporaryFile(dir=folder).close(),
+    "an array": lambda folder: np.save(folder / "array.npy", X),
+    "arrays": lambda folder: np.savez(folder / "arrays.npz", x=X),
+    "an array's text": lambda folder: np.savetxt(folder / "array.txt", X),
+    "a plot": lambda folder: PLOTTER["save"](folder),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITES, "a log"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_writes_is_recorded(queue: cl.CommandQueue, tmp_path: Path, name: str) -> None:
+    with (tmp_path / "log").open("w") as log:
+        write = partial(WRITES[name], tmp_path) if name in WRITES else lambda: log.writelines("loss")
+        recorded, x = amp.record(lambda x: (write(), ag.mul(x, 2.0))[1]), to_device(queue, X)
+        for _ in range(5):
+            recorded(Node(value=x))
+        assert recorded.recordings == 1
 
 
 # ------------------------------------------------------------------------------- what changes while it is looked at
