@@ -23,7 +23,11 @@ from clamp import bridge
 LIBRARIES = frozenset({"clamp", "netcl", "numpy", "pyopencl", "wrapt", *sys.stdlib_module_names})
 _NETCLS = frozenset({"netcl", "clamp"})
 _INSTALLED = tuple({sysconfig.get_path(scheme) for scheme in ("purelib", "platlib")} | {site.getusersitepackages()})
+#: Modules of libraries whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
+_OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
+_OPAQUE |= {"abc", "ctypes", "importlib", "inspect", "logging", "re", "typing"}
 _BY_TEXT = frozenset({"globals", "vars", "locals", "eval", "exec"})  # what finds globals by names that are values
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _IMPORTS_BY_TEXT = frozenset({"modules", "import_module", "__import__"})
 
 
@@ -94,6 +98,39 @@ def names_in(code: CodeType) -> NamesIn:
     return NamesIn(*(frozenset(found).union(*parts) for found, *parts in zip(own, *inner, strict=True)))
 
 
+@lru_cache(maxsize=1024)
+def variables_of_environment(code: CodeType) -> frozenset[str] | None:
+    """Returns the names of the environment's variables that code reads, by ``os.environ`` or ``os.getenv``; None where
+    it computes one, or does anything else with these two."""
+    parts = [variables_of_environment(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    if None in parts or _ENVIRONMENT & {*code.co_varnames, *code.co_freevars, *names_in(code).texts}:
+        return None
+    between = ("EXTENDED_ARG", "PRECALL", "PUSH_NULL")
+    steps = [x for x in dis.get_instructions(code) if x.opname not in between]
+    for index, step in enumerate(steps):
+        if str(step.argval) in _ENVIRONMENT:
+            found = _variable_at(step, *steps[index + 1 : index + 5])
+            if found is None:
+                return None
+            parts.append(frozenset({found}))
+    return frozenset[str]().union(*filter(None, parts))
+
+
+def _variable_at(step: dis.Instruction, *after: dis.Instruction) -> str | None:
+    """The name that stands behind ``os.environ`` or ``os.getenv`` as a constant, followed by a default at most."""
+    is_called = step.argval == "getenv"
+    if not is_called and after and after[0].argval in ("get", "pop", "setdefault"):
+        is_called, after = True, after[1:]
+    if len(after) < 2 or after[0].opname != "LOAD_CONST" or not isinstance(after[0].argval, str):
+        return None
+    if not is_called:
+        is_item = after[1].opname.endswith("_SUBSCR") or after[1].argrepr == "[]"
+        return after[0].argval if is_item else None
+    count = 1 + after[1].opname.startswith("LOAD_")
+    is_end = len(after) > count and after[count].opname == "CALL" and after[count].argval == count
+    return after[0].argval if is_end else None
+
+
 def global_names(code: CodeType, scope: Mapping[str, Any]) -> list[str]:
     """Global names that a function reads, and those defined in it: one that is not there may come, in place of one of
     Python's own. Where it reads them by names that it computes, all of them."""
@@ -130,6 +167,13 @@ def imported(code: CodeType, scope: Mapping[str, Any]) -> Iterator[ModuleType]:
 def is_library(x: Any) -> bool:
     """Returns whether a class or function is none of the user's."""
     return is_of_library(str(getattr(x, "__module__", None) or "builtins"))
+
+
+def has_settings(x: Any) -> bool:
+    """Returns whether an object's attributes may decide what a pass computes."""
+    module = type(x).__module__
+    is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
+    return not is_opaque or "_unwatched" in bridge.own_attributes(x)
 
 
 def is_of_library(module: str) -> bool:

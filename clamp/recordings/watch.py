@@ -38,11 +38,13 @@ from clamp.interrupts import contextmanager
 from clamp.recordings.code_names import (
     CodeNames,
     global_names,
+    has_settings,
     imported,
     is_library,
     is_of_library,
     names_in,
     names_of_module,
+    variables_of_environment,
 )
 from clamp.recordings.watched_state import (
     BUFFERS,
@@ -63,9 +65,6 @@ _ITEMS = (list, tuple, set, frozenset, deque)
 _DATA = (Tensor, Node, np.ndarray, *PLAIN, type(None))
 _METHODS = (BuiltinMethodType, MethodWrapperType, MethodType, staticmethod, classmethod, property, partial)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
-#: Modules of libraries whose objects are none: they hold what is decided anew in every replay, or what nobody sets.
-_OPAQUE = frozenset({"builtins", "clamp", "netcl.amp", "netcl.optim.amp", "numpy", "pyopencl", "wrapt"})
-_OPAQUE |= {"abc", "ctypes", "importlib", "inspect", "logging", "re", "typing"}
 _ABOUT_CODE = frozenset(
     {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__signature__", "_abc_impl"}
 )
@@ -225,7 +224,7 @@ class Watch:
                 self._push(part, name)
         elif issubclass(kind, BUFFERS):
             self._note(lambda: (bytes_of(x, _LONGEST),), lambda *_: name)
-        elif root or (_has_settings(x) and self._inside(x)):
+        elif root or (has_settings(x) and self._inside(x)):
             self._object(x, kind, name)
 
     def _through(self, weak: Any, name: str) -> None:
@@ -306,6 +305,14 @@ class Watch:
             names = names_of_module(code, own)
         self._variables(own, names, module.__name__, code)
 
+    def _environment(self, code: CodeType, name: str) -> None:
+        """Watches the variables of the environment that a function reads; all, where it reads them by another name."""
+        names = variables_of_environment(code) if name.rpartition(".")[2] in ("environ", "getenv") else None
+        if names:
+            self._variables(os.environ, sorted(names), "os.environ")
+        else:
+            self._push(os.environ, "os.environ")
+
     def _array(self, x: np.ndarray, name: str) -> None:
         if x.dtype == object and x.size > _LONGEST:
             self._long(lambda: x.size, lambda: np.ndarray.ravel(x), name)
@@ -383,6 +390,8 @@ class Watch:
         for index, value in enumerate(seen := self._note(read, label)):
             if read_by is not None and isinstance(value, ModuleType):
                 self._module_variables(value, read_by)
+            elif read_by is not None and (value is os.environ or value is os.getenv):
+                self._environment(read_by, label(seen, index))
             else:
                 self._push(value, label(seen, index))
 
@@ -396,10 +405,3 @@ class Watch:
 
     def _push(self, x: Any, name: str) -> None:
         self._stack.append((x, name, False))
-
-
-def _has_settings(x: Any) -> bool:
-    """Returns whether an object's attributes may decide what a pass computes."""
-    module = type(x).__module__
-    is_opaque = module in _OPAQUE or module.partition(".")[0] in _OPAQUE
-    return not is_opaque or "_unwatched" in bridge.own_attributes(x)

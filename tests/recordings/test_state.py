@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from os import environ, getenv
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 Case = tuple[Callable[[], float], Callable[[float], Any]]  # what the function reads, and what sets it
 HARD_TANH = ag.hard_tanh
 factor = 1.0
+surroundings = _environ = environ
 FACTORS: dict[str, list[float]] = {}
 CASES: dict[str, Callable[[], Case]] = {}
 
@@ -670,6 +672,35 @@ def test_what_writes_is_recorded(queue: cl.CommandQueue, tmp_path: Path, name: s
         for _ in range(5):
             recorded(Node(value=x))
         assert recorded.recordings == 1
+
+
+#: what reads one variable of the environment, and what may read any
+BY_NAME: dict[str, Callable[[], Any]] = {
+    "getenv": lambda: os.getenv("CLAMP_FACTOR"),
+    "a default": lambda: getenv("CLAMP_FACTOR", "1.0"),
+    "environ": lambda: os.environ["CLAMP_FACTOR"],
+    "get": lambda: environ.get("CLAMP_FACTOR"),
+    "inside": lambda: [os.environ.get("CLAMP_FACTOR", X) for _ in range(2)],
+}
+BY_ANY: dict[str, Callable[[], Any]] = {
+    "a sum": lambda: os.getenv("CLAMP_" + str(factor)) or os.getenv("CLAMP_FACTOR"),
+    "a copy": lambda: (dict(os.environ), os.environ["CLAMP_FACTOR"]),
+    "another name": lambda: (os.getenv("CLAMP_FACTOR"), surroundings["CLAMP_FACTOR"]),
+    "a name that ends alike": lambda: _environ["CLAMP_FACTOR"],
+    "a text": lambda: (getattr(os, "environ").copy(), os.getenv("CLAMP_FACTOR")),  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, *BY_ANY])
+def test_of_the_environment_what_is_read_counts(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("CLAMP_FACTOR", "1.0")
+    watch = Watch({"read": {**BY_NAME, **BY_ANY}[name]})
+    monkeypatch.setenv("CLAMP_OTHER", "1.0")
+    assert watch.holds() is (name in BY_NAME)
+    monkeypatch.setenv("CLAMP_FACTOR", "2.0")
+    assert not watch.holds()
 
 
 # ------------------------------------------------------------------------------- what changes while it is looked at
