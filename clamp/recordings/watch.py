@@ -57,14 +57,15 @@ from clamp.recordings.watched_state import (
     behind,
     bytes_of,
     drawn,
+    objects_among,
     position,
     results_of,
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
-_DATA = (Tensor, Node, np.ndarray, *PLAIN, type(None))
 _METHODS = (BuiltinMethodType, MethodWrapperType, MethodType, staticmethod, classmethod, property, partial)
 _LONGEST = 4096  # items of a container, or bytes of an array, that are looked at one by one
+_FEW = 16  # objects in a container of more items that are looked into: they are before each call
 _ABOUT_CODE = frozenset(
     {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__signature__", "_abc_impl"}
 )
@@ -322,10 +323,9 @@ class Watch:
             self._note(lambda: (np.ndarray.tobytes(x), x.dtype, x.shape), lambda *_: name)
 
     def _long(self, length: Callable[[], int], items: Callable[[], Iterable[Any]], name: str) -> None:
-        """Counts a container that has too many items to be compared, and looks into those that are no data."""
+        """Counts a container that has too many items to be compared, and looks into its objects if they are few."""
         self._note(lambda: (length(),), lambda *_: name)
-        found = {id(x): x for x in items() if not issubclass(type(x), _DATA)}
-        for x in found.values() if len(found) <= _LONGEST else ():
+        for x in objects_among(items(), _FEW):
             self._push(x, f"an item of {name}")
 
     def _items(self, x: Any, name: str) -> None:

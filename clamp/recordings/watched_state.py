@@ -11,7 +11,7 @@ import itertools
 import random
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from mmap import mmap
 from operator import is_, length_hint
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from clamp.bridge import Node, Tensor
 from clamp.recordings.code_names import is_library
 
 Values: TypeAlias = tuple[Any, ...]
@@ -98,6 +99,23 @@ def bytes_of(buffer: Any, most: int) -> Any:
             return view.tobytes() if view.nbytes <= most else view.nbytes
     except (ValueError, BufferError):
         return None
+
+
+_DATA = (Tensor, Node, np.ndarray, *PLAIN, type(None))
+
+
+def objects_among(items: Iterable[Any], most: int) -> list[Any]:
+    """Returns the items that are no numbers, texts, arrays or tensors, each once; none if they are more than
+    ``most``."""
+    content = list(items)
+    kinds = {kind for kind in set(map(type, content)) if not issubclass(kind, _DATA)}
+    found: dict[int, Any] = {}
+    for x in content if kinds else ():
+        if type(x) in kinds:
+            found[id(x)] = x
+            if len(found) > most:
+                return []
+    return [*found.values()]
 
 
 CACHED = type(functools.lru_cache(is_same))

@@ -703,6 +703,18 @@ def test_of_the_environment_what_is_read_counts(
     assert not watch.holds()
 
 
+@pytest.mark.parametrize(("count", "is_seen"), [(1, True), (1000, False)])
+def test_objects_of_a_long_container_are_looked_into_if_they_are_few(count: int, is_seen: bool) -> None:
+    """Of many none is held either, which may leave the container while its length stays."""
+    content: list[Any] = [*[0.0] * 5000, *[Settings() for _ in range(count)]]
+    watch = Watch({"step": lambda: content})
+    content[-1].k = 2.0
+    assert watch.holds() is not is_seen
+    kept = weakref.ref(content[-1])
+    content[-1] = 0.0
+    assert kept() is None or is_seen
+
+
 # ------------------------------------------------------------------------------- what changes while it is looked at
 
 
