@@ -131,7 +131,7 @@ class DeviceState:
         self._applied: weakref.ref[AppliedScale] | None = None
         self.seen = float(self._initial["scale"][0])  # the scale when it was last read or set
         self.fresh: ScaleState | None = None  # what was read, as long as nothing moves it
-        self._moves = 0  # how often something began to, or did: odd in the middle of it
+        self._moves = 0  # how often something began to, and did
         self.is_told_of = False  # whether a user has been told that gradients are multiplied by it
 
     def buffer(self, queue: cl.CommandQueue) -> cl.Buffer:
@@ -204,7 +204,7 @@ class DeviceState:
         _, _, self.seen, growth_tracker, overflow, bad_steps, _, nans = self.words()[0].item()
         state = ScaleState(self.seen, growth_tracker, overflow, bad_steps, nans)
         with _fresh_lock:
-            if moves == self._moves and moves % 2 == 0:  # else a move is behind this read, or in the middle of it
+            if moves == self._moves:  # else something has begun to move it meanwhile, or has moved it
                 self.fresh = state
         return state
 

@@ -20,7 +20,7 @@ from netcl.runtime.capture import KernelCapture
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl import program
-from clamp.ops import loss_scale, slots
+from clamp.ops import slots
 from clamp.ops.loss_scale import DeviceState, ScaleState, scale_lock
 from clamp.scaling.backward_pass import unscale_all
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule, make_loss_scale, settle_late, settle_later
@@ -604,26 +604,16 @@ def test_what_a_thread_reads_before_a_pass_ends_is_not_kept_for_what_it_met(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes after the end has been announced, and before that is launched."""
-    scale, came = DynamicLossScale(), threading.Event()
-    reader = threading.Thread(target=scale.read)
-
-    class Lock:
-        def __enter__(self) -> None:
-            if threading.current_thread() is reader:
-                came.set()
-            scale_lock.acquire()
-
-        def __exit__(self, *exception: object) -> None:
-            scale_lock.release()
+    scale = DynamicLossScale()
 
     def about_to_move(state: DeviceState) -> None:
+        reader = threading.Thread(target=scale.read)
         reader.start()
-        came.wait()
+        reader.join(timeout=20)  # it waits for nobody
+        assert not reader.is_alive()
 
     scale.scale_loss(to_device(queue, [1.0]))
     scale.unscale_([to_device(queue, [np.inf])], [bridge.empty(queue, (1,), "float32")])
-    monkeypatch.setattr(loss_scale, "scale_lock", Lock())
     monkeypatch.setattr(DeviceState, "_about_to_move", about_to_move)
     scale.update(A, A)
-    reader.join()
     assert scale.verdict().overflow == A
