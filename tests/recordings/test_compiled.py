@@ -293,6 +293,8 @@ def test_fills_and_copies_are_replayed(queue: cl.CommandQueue) -> None:
 
 def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue: cl.CommandQueue) -> None:
     """Neither its own buffers nor those of tensors that its user has dropped since."""
+    context = cl.Context([queue.device])  # whose pool is this test's alone
+    queue = cl.CommandQueue(context)
     pool = Tensor.from_shape(queue, (64,)).pool_handle.pool
     pool.clear()  # of what other tests have left: all that is free is asked for below
     others = memory.keepers.copy()  # recordings of theirs that there still are
@@ -319,6 +321,8 @@ def test_memory_that_a_recording_reads_is_given_to_nobody_until_it_is_gone(queue
 
 
 def test_recordings_made_one_after_the_other_take_the_same_memory(queue: cl.CommandQueue) -> None:
+    context = cl.Context([queue.device])  # whose pool is this test's alone
+    queue = cl.CommandQueue(context)
     pool = Tensor.from_shape(queue, (64,)).pool_handle.pool
     held = []
     with amp.init():
