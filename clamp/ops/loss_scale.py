@@ -38,7 +38,7 @@ Words: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 #: enqueued under this, so that threads that share a loss scale do not come between. One lock for all loss scales: a
 #: pass may divide by several.
 scale_lock = threading.RLock()
-_fresh_lock = threading.Lock()  # under which nobody waits
+_fresh_lock = threading.RLock()  # under which nobody waits; a signal handler may read a scale where one is read
 
 # As in loss_scale.cl.
 _WORDS = np.dtype(
