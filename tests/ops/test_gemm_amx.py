@@ -20,7 +20,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import KernelBuildError
 from clamp.ops.cast import cast
 from clamp.ops.engine import always
-from clamp.ops.gemm import amx, gemm, pack_b, rounds_as_it_reads
+from clamp.ops.gemm import amx, gemm, pack_b, pairs, rounds_as_it_reads
 from clamp.ops.gemm.problem import Epilogue, operand_a, operand_b
 from tests.launches import forget_prepared_launches
 from tests.mutants import write_wrong
@@ -48,7 +48,7 @@ SHAPES = {
     "more rows than a block has": ((300, 40), (40, 33)),
     "long sums": ((260, 1100), (1100, 40)),  # of bfloat16 a panel of rows more than a block has if it packs no b
 }
-_blocks, _pack_in_turn = amx._blocks, amx._pack_in_turn
+_blocks, _pack_in_turn = pairs._blocks, pairs._pack_in_turn
 _SLOW_TO_SIMULATE = {"more rows than a block has", "long sums", "whole tiles", "one a for a batch of whole tiles"}
 
 
@@ -59,8 +59,8 @@ def in_plain_c(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> Calla
     def use(units: dict[str, amx.Unit] = PLAIN_C, in_turn: bool = True) -> None:
         monkeypatch.setattr(amx, "unit_of", lambda device, dtype: units[dtype])
         monkeypatch.setattr(amx, "fits", always)
-        monkeypatch.setattr(amx, "_blocks", lambda a, b, *given: _blocks(a, b, 1, 0, *given[2:]))
-        monkeypatch.setattr(amx, "_pack_in_turn", _pack_in_turn if in_turn else lambda *given: False)
+        monkeypatch.setattr(pairs, "_blocks", lambda a, b, *given: _blocks(a, b, 1, 0, *given[2:]))
+        monkeypatch.setattr(pairs, "_pack_in_turn", _pack_in_turn if in_turn else lambda *given: False)
         forget_prepared_launches(monkeypatch)
 
     return use
@@ -85,7 +85,7 @@ def test_products_are_right(
 def test_a_batch_of_a_few_rows_more_has_blocks_of_the_same_kind(panels: int, all_rows: bool) -> None:
     """Others would need kernels that the first batch has not compiled."""
     for panels_b in (8, 32):
-        block_a, block_b = amx._blocks(panels, panels_b, 1, 2, 16, True)
+        block_a, block_b = pairs._blocks(panels, panels_b, 1, 2, 16, True)
         assert (block_a == panels) == all_rows
         assert -(-panels // block_a) * -(-panels_b // block_b) >= 8
 
@@ -132,11 +132,11 @@ def test_rows_in_the_same_lines_of_a_cache_are_packed_for_many_columns(
     in_plain_c(in_turn=False)
     a, b = to_device(queue, random(64, 64), BF16), to_device(queue, random(64, 96, seed=1), BF16)
     results, packed = [], []
-    pack = amx._Packing.__call__
-    monkeypatch.setattr(amx._Packing, "__call__", lambda self, *given: packed.append(self) or pack(self, *given))
+    pack = pairs._Packing.__call__
+    monkeypatch.setattr(pairs._Packing, "__call__", lambda self, *given: packed.append(self) or pack(self, *given))
     for way, many in ((4096, 96), (128, 97), (128, 96)):
-        monkeypatch.setattr(amx, "_CACHE_WAY", way)
-        monkeypatch.setattr(amx, "_MANY_COLUMNS", many)
+        monkeypatch.setattr(pairs, "_CACHE_WAY", way)
+        monkeypatch.setattr(pairs, "_MANY_COLUMNS", many)
         forget_prepared_launches(monkeypatch)
         results.append(to_numpy(gemm(a, b, out_dtype="float32", engine="amx")))
     assert len(packed) == 1 + 1 + 2
@@ -310,7 +310,7 @@ def multiply_before_guards() -> None:
         right = operand_b(_guarded(queue, b.T if transposed[1] else b, dtype), transposed[1])
         unit = amx.unit_of(capabilities(queue), dtype) if capabilities(queue).amx else PLAIN_C[dtype]
         for matrix in (right, amx.packed(right, unit)):
-            launch = amx.Product(left, matrix, c, Epilogue("float32"), unit)
+            launch = pairs.Product(left, matrix, c, Epilogue("float32"), unit)
             launch(left.tensor, matrix.tensor, c, c, c)
             found = np.empty((m, n), np.float32)
             cl.enqueue_copy(queue, found, c.buffer)
@@ -437,7 +437,7 @@ def test_its_kernels_are_built_while_it_is_tried(
 
     in_plain_c()
     monkeypatch.setattr(amx.amx, "is_being_tried", lambda _: is_tried)
-    monkeypatch.setattr(amx, "_GEMM", SimpleNamespace(on=on))
+    monkeypatch.setattr(amx.Unit, "gemm", SimpleNamespace(on=on))
     monkeypatch.setattr(amx, "fits", lambda _: done.append("waited") is None)
     x = to_device(queue, np.ones((160, 160), np.float32))
     assert rounds_as_it_reads(x, x, BF16)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from clamp.bridge import Tensor
 from clamp.opencl.program import Kernel
-from clamp.ops.gemm.amx import Product, Unit, packed
 from clamp.ops.gemm.packed import Panels
+from clamp.ops.gemm.pairs import PairUnit, Product, packed
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -19,19 +19,14 @@ TAKES = (
 IN_WORDS = "packed panels and the processor's bfloat16 dot product"
 ROUNDS = True
 
-_PACK, _GEMM = Kernel("gemm_dot_bf16.cl", "pack"), Kernel("gemm_dot_bf16.cl", "gemm")
 
-
-class _DotProduct(Unit):
+class _DotProduct(PairUnit):
     """The dot product of AVX512_BF16, which takes the panels that the matrix unit takes."""
 
-    kernels: ClassVar[tuple[Kernel, Kernel]] = _PACK, _GEMM
+    pack: ClassVar[Kernel] = Kernel("gemm_dot_bf16.cl", "pack")
+    gemm: ClassVar[Kernel] = Kernel("gemm_dot_bf16.cl", "gemm")
     sum_steps: ClassVar[int] = 128
     in_turn_from: ClassVar[int] = 4
-
-    @property
-    def gemm_macros(self) -> dict[str, Any]:
-        return self.block_macros
 
 
 _UNIT = _DotProduct("bfloat16", 1)
