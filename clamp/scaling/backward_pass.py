@@ -153,7 +153,7 @@ class BackwardPass(delivery.PassGradients):
         waiting = [grad for grad in others if grad is not None and gradient_marks.scale_of(grad) is not None]
         came = [grad for grad in reached if grad is not None]
         live, scales = self.scaler.applied(), map(gradient_marks.scale_of, came)
-        self.earlier = next((x for x in scales if x is not None and x is not live), None)
+        self.earlier = next((x for x in scales if x is not None and x is not live and self.scaler.made(x)), None)
         true = unscale_all([*came, *waiting], self.scaler, frozenset(x.token for x in self.guards), elsewhere=waiting)
         for slot, grad, other in zip(self.slots, reached, others, strict=True):
             now = None if grad is None else true[id(grad)]

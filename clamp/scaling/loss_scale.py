@@ -32,7 +32,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
-from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState
+from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState, scale_lock
 from clamp.ops.multi_tensor import check_, unscale_
 
 MAX_OPTIMIZERS = 32  # one bit each in a mask
@@ -129,15 +129,16 @@ class LossScale(bridge.Listed):
         gradients, because who shares overflows lets them ``follow``, and because they do that, too, where somebody has
         set this one.
         """
-        self._queue = self._queue or queue
-        if queue == self._queue:
-            return self
-        if queue not in self._copies:
-            self._copies[queue] = self._elsewhere()
-        elif self._copies[queue].changes != self.changes:
-            self._copies[queue].follow(self.read(), 0)
-        self._copies[queue].changes = self.changes
-        return self._copies[queue]
+        with scale_lock:  # of threads that ask for the same one both get it
+            self._queue = self._queue or queue
+            if queue == self._queue:
+                return self
+            if queue not in self._copies:
+                self._copies[queue] = self._elsewhere()
+            elif self._copies[queue].changes != self.changes:
+                self._copies[queue].follow(self.read(), 0)
+            self._copies[queue].changes = self.changes
+            return self._copies[queue]
 
     def _elsewhere(self) -> LossScale:
         other = copy.copy(self)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -598,6 +600,24 @@ def test_no_scale_moves_while_another_thread_unscales(
         assert scale.read().scale == 2.0**16
     thread.join()
     assert scale.read().scale != 2.0**16
+
+
+def test_threads_that_come_to_a_queue_at_once_have_one_copy(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, scale, own = cl.CommandQueue(queue.context), DynamicLossScale(), LossScale._elsewhere
+    scale.on(queue)
+    both = threading.Barrier(2)
+
+    def elsewhere(one: LossScale) -> LossScale:
+        with suppress(threading.BrokenBarrierError):  # the other one waits for this one
+            both.wait(timeout=0.5)
+        return own(one)
+
+    monkeypatch.setattr(LossScale, "_elsewhere", elsewhere)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(scale.on, [other] * 2)
+    assert first is second
 
 
 def test_what_a_thread_reads_before_a_pass_ends_is_not_kept_for_what_it_met(
