@@ -27,6 +27,8 @@ TAKES = "float16 by float16 or bfloat16 by bfloat16, on an x86 processor whose m
 IN_WORDS = "the processor's matrix unit"
 ROUNDS = True
 
+_PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
+
 # Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. No power of two,
 # as extents are: a batch of a few rows more or less is multiplied by the same kernels.
 _SMALL = 5 * 2**19
@@ -37,8 +39,8 @@ class Unit(PairUnit):
     """The matrix unit's way to multiply a type."""
 
     emulate: bool = False
-    pack: ClassVar[Kernel] = Kernel("gemm_amx.cl", "pack")
-    gemm: ClassVar[Kernel] = Kernel("gemm_amx.cl", "gemm")
+    pack: ClassVar[Kernel] = _PACK
+    gemm: ClassVar[Kernel] = _GEMM
     sum_steps: ClassVar[int] = 32
 
     @property

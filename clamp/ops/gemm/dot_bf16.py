@@ -19,12 +19,14 @@ TAKES = (
 IN_WORDS = "packed panels and the processor's bfloat16 dot product"
 ROUNDS = True
 
+_PACK, _GEMM = Kernel("gemm_dot_bf16.cl", "pack"), Kernel("gemm_dot_bf16.cl", "gemm")
+
 
 class _DotProduct(PairUnit):
     """The dot product of AVX512_BF16, which takes the panels that the matrix unit takes."""
 
-    pack: ClassVar[Kernel] = Kernel("gemm_dot_bf16.cl", "pack")
-    gemm: ClassVar[Kernel] = Kernel("gemm_dot_bf16.cl", "gemm")
+    pack: ClassVar[Kernel] = _PACK
+    gemm: ClassVar[Kernel] = _GEMM
     sum_steps: ClassVar[int] = 128
     in_turn_from: ClassVar[int] = 4
 
