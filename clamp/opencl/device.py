@@ -74,14 +74,17 @@ def make_cpu_runtime_visible() -> None:
     library = intel_cpu_runtime()
     if library is None or "OCL_ICD_VENDORS" in os.environ:
         return
-    vendors = {path.name: path.read_text() for path in sorted(SYSTEM_VENDORS.glob("*.icd"))}
-    if any(Path(text.strip()).name == library.name for text in vendors.values()):
+    vendors = dict[str, bytes]()  # paths, whose bytes need not be those of a text
+    for path in sorted(SYSTEM_VENDORS.glob("*.icd")):
+        with suppress(OSError):  # a link that a removed driver has left: the loader passes over it, too
+            vendors[path.name] = path.read_bytes()
+    if any(os.path.basename(content.strip()) == os.fsencode(library.name) for content in vendors.values()):
         return
-    vendors[_INTEL_ICD] = f"{library}\n"
+    vendors[_INTEL_ICD] = os.fsencode(library) + b"\n"
     os.environ["OCL_ICD_VENDORS"] = str(_write_vendors(vendors))
 
 
-def _write_vendors(vendors: dict[str, str]) -> Path:
+def _write_vendors(vendors: dict[str, bytes]) -> Path:
     """A folder in the user's cache with these ``.icd`` files; the same files give the same folder."""
     digest = hashlib.sha256(repr(sorted(vendors.items())).encode()).hexdigest()[:16]
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -90,11 +93,11 @@ def _write_vendors(vendors: dict[str, str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a home that cannot be written to
         folder = Path(tempfile.mkdtemp(prefix="clamp-vendors-"))
-    for name, text in vendors.items():
+    for name, content in vendors.items():
         file = folder / name
-        if not file.exists() or file.read_text() != text:
-            with replacing(file) as opened:  # a process starting beside this one never reads half a file
-                opened.write(text)
+        if not file.exists() or file.read_bytes() != content:
+            with replacing(file, "wb") as opened:  # a process starting beside this one never reads half a file
+                opened.write(content)
     return folder
 
 

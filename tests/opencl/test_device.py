@@ -28,13 +28,16 @@ from clamp.opencl.program import Kernel
 from tests.mutants import write_wrong
 from tests.scripts import run_script
 
+_DRIVER = b"/opt/caf\xe9/libdriver.so\n"  # a path, of bytes that are no UTF-8
+
 
 @pytest.fixture
 def vendors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A system with one driver and Intel's runtime from pip."""
     folder = tmp_path / "system"
     folder.mkdir()
-    (folder / "driver.icd").write_text("libdriver.so\n")
+    (folder / "driver.icd").write_bytes(_DRIVER)
+    (folder / "removed.icd").symlink_to("/opt/removed/driver.icd")
     monkeypatch.setattr(device, "SYSTEM_VENDORS", folder)
     monkeypatch.setattr(device, "intel_cpu_runtime", lambda: Path("/env/lib/libintelocl.so"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -45,9 +48,9 @@ def vendors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_intels_runtime_joins_the_drivers_that_are_there(vendors: Path) -> None:
     make_cpu_runtime_visible()
     folder = Path(os.environ["OCL_ICD_VENDORS"])
-    contents = {file.name: file.read_text() for file in folder.iterdir()}
-    assert contents.pop("driver.icd") == "libdriver.so\n"
-    assert list(contents.values()) == ["/env/lib/libintelocl.so\n"]
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert contents.pop("driver.icd") == _DRIVER
+    assert list(contents.values()) == [b"/env/lib/libintelocl.so\n"]
     assert sorted([*contents, "driver.icd"])[0] == "driver.icd", "the system's own drivers stay first"
 
 
