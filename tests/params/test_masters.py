@@ -525,7 +525,7 @@ def test_teachers_average_the_masters(queue: cl.CommandQueue, dtype: str, narrow
         assert_model_follows(teacher.parameters(), dtype)
 
 
-@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")
+@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32'")
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_evolution_takes_the_masters_for_genes(queue: cl.CommandQueue, dtype: str) -> None:
     model, child = mlp(queue, 5, 4, 3), mlp(queue, 5, 4, 3, seed=1)

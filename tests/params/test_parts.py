@@ -197,7 +197,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(
     assert ended[0] == ended[1]
 
 
-@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")
+@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32'")
 @pytest.mark.parametrize("keeps", IN_PARTS)
 def test_a_checkpoint_goes_on_with_masters_and_without(queue: cl.CommandQueue, tmp_path: Path, keeps: str) -> None:
     for saved, loaded in ((keeps, True), (True, keeps)):
@@ -255,7 +255,7 @@ def test_reading_a_master_changes_nothing_and_writing_it_counts(queue: cl.Comman
     assert ended[0] == ended[1]
 
 
-@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32':pyopencl.RepeatedKernelRetrieval")  # as the next
+@pytest.mark.filterwarnings("ignore:Kernel 'netcl_copy_u32'")  # as the next
 @pytest.mark.filterwarnings("ignore:The 'dest_offset' argument:DeprecationWarning")  # netcl's
 @pytest.mark.parametrize("clip", [clip_grad_norm, clip_grad_norm_device])
 @pytest.mark.parametrize("keeps", IN_PARTS)
