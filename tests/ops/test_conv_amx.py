@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.mutants import write_wrong
 from tests.ops.conv_reference import Case, check, weight_grad
 from tests.ops.test_conv import CASES, AmxInPlainC, infinities_and_nan_stay_where_they_are
 from tests.reference import HALF_DTYPES, quantize, to_device, to_numpy
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.kernel
 
@@ -67,19 +69,28 @@ def test_float16_in_two_parts(queue: cl.CommandQueue, name: str) -> None:
 
 
 @pytest.mark.usefixtures("in_plain_c")
-def test_float16_where_the_unit_multiplies_it(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_as_it_is(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     found = dataclasses.replace(capabilities(queue), amx_fp16=True)
     monkeypatch.setattr(amx, "capabilities", lambda queue: found)
     check(queue, CASES["stride 2"], PLAIN_C, ("float16",) * 4)
 
 
-@pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("name", ["rows of whole runs", "panels", "remainders of several heights"])
+_TYPES = ["bfloat16", "float16 in two parts", "float16"]
+_CASES = product(["rows of whole runs", "panels", "remainders of several heights"], [1.0, np.inf], _TYPES)
+
+
+@pytest.mark.parametrize(("name", "value", "type_"), sweep(_CASES, lambda n: n % 5 == 0))  # each value is met
 def test_the_unit_has_the_bits_of_plain_c(
-    amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+    amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, name: str, value: float, type_: str
 ) -> None:
+    device = capabilities(amx_queue)
+    if type_ == "float16" and not device.amx_fp16:
+        pytest.skip("the unit does not multiply float16 as it is")
+    monkeypatch.setattr(amx, "capabilities", lambda queue: dataclasses.replace(device, amx_fp16=type_ == "float16"))
     case = SEVERAL[name]
-    x, w, g = (to_device(amx_queue, array, dtype) for array in case.arrays())
+    arrays = case.arrays()
+    arrays[0][0, 1, 2, 1] = arrays[2][0, 1, 1, 2] = value
+    x, w, g = (to_device(amx_queue, array, type_.partition(" ")[0]) for array in arrays)
 
     def computed(engine: str) -> list[Array]:
         options: Any = {"out_dtype": "float32", "engine": engine}
@@ -92,7 +103,8 @@ def test_the_unit_has_the_bits_of_plain_c(
     by_unit = computed("amx")
     monkeypatch.setattr(engines, "ENGINES", (AmxInPlainC(),))
     for found, expected in zip(by_unit, computed(PLAIN_C), strict=True):
-        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+        np.testing.assert_array_equal(found, expected)  # which takes nan for nan
+        assert np.isfinite(found).any()
 
 
 @pytest.mark.usefixtures("in_plain_c")

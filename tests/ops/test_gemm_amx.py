@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,13 @@ from tests.mutants import write_wrong
 from tests.ops.gemm_reference import NN, NT, TN, TRANSPOSES, TT, check, laid_out, random, stored
 from tests.reference import assert_close, to_device, to_numpy
 from tests.scripts import run_script
+from tests.sweep import sweep
 
 F16, BF16 = "float16", "bfloat16"
 PLAIN_C = {BF16: amx.Unit(BF16, 1, emulate=True), F16: amx.Unit(F16, 2, emulate=True)}
 FP16_UNIT = amx.Unit(F16, 1, emulate=True)  # of processors that multiply float16 as it is
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16])
+UNITS = {"bfloat16": amx.Unit(BF16, 1), "float16 in two parts": amx.Unit(F16, 2), "float16": amx.Unit(F16, 1)}
 
 #: Shapes of op(a) and op(b): whole tiles; odd edges; one matrix for a batch, either way; no k; two blocks of k.
 SHAPES = {
@@ -203,14 +206,21 @@ def _bits(result: Tensor) -> np.ndarray:
     return np.nan_to_num(to_numpy(result), nan=12345.0)
 
 
-@DTYPES
-@TRANSPOSES
-@pytest.mark.parametrize("case", ["whole tiles", "odd edges", "a batch", "long sums", "special"])
+_CASES = product(UNITS, ["whole tiles", "odd edges", "a batch", "long sums", "special"], ["NN", "NT", "TN", "TT"])
+
+
+@pytest.mark.parametrize(("unit", "case", "layout"), sweep(_CASES, lambda n: n % 7 == 0))  # each value is met
 def test_plain_c_has_the_bits_of_the_unit(
-    amx_queue: cl.CommandQueue, in_plain_c: Callable[..., None], dtype: str, case: str, transposes: dict[str, bool],
+    amx_queue: cl.CommandQueue, in_plain_c: Callable[..., None], monkeypatch: pytest.MonkeyPatch, unit: str, case: str,
+    layout: str,
 ) -> None:  # fmt: skip
     """And the unit repeats them, from panels too."""
-    shapes = SHAPES.get(case)
+    if unit == "float16" and not capabilities(amx_queue).amx_fp16:
+        pytest.skip("the unit does not multiply float16 as it is")
+    monkeypatch.setattr(amx, "unit_of", lambda device, dtype: UNITS[unit])
+    forget_prepared_launches(monkeypatch)
+    dtype, shapes = UNITS[unit].dtype, SHAPES.get(case)
+    transposes = {"NN": NN, "NT": NT, "TN": TN, "TT": TT}[layout]
     a, b = _special(dtype) if shapes is None else (random(*shapes[0]), random(*shapes[1], seed=1))
     left, right = laid_out(amx_queue, a, b, (dtype, dtype), **transposes)
     transpose_a, transpose_b = transposes.values()
@@ -218,7 +228,7 @@ def test_plain_c_has_the_bits_of_the_unit(
     np.testing.assert_array_equal(first, again)
     packed = pack_b(right, transpose=transpose_b, engine="amx")
     np.testing.assert_array_equal(first, _bits(gemm(left, packed, transpose_a=transpose_a, out_dtype="float32")))
-    in_plain_c()
+    in_plain_c({dtype: replace(UNITS[unit], emulate=True)})
     emulated = gemm(cast(left, dtype), right, out_dtype="float32", engine="amx", **transposes)
     launch = amx.bind(operand_a(left, transpose_a), operand_b(right, transpose_b), emulated, Epilogue("float32"))
     launch(left, right, emulated, emulated, emulated)
@@ -340,7 +350,7 @@ def _guarded(queue: cl.CommandQueue, values: np.ndarray, dtype: str) -> Any:
 
 
 @pytest.mark.slow
-def test_nothing_beyond_the_matrices_is_touched(queue: cl.CommandQueue) -> None:
+def test_the_unit_touches_nothing_beyond_the_matrices(queue: cl.CommandQueue) -> None:
     if not capabilities(queue).is_cpu or sys.platform != "linux":
         pytest.skip("memory of the host's, which its kernel guards")
     assert "all" in run_script(queue, "-c", f"from {__name__} import multiply_before_guards as run; run()")
@@ -416,7 +426,7 @@ print(usual(queue, "bfloat16").NAME)
 
 
 @pytest.mark.parametrize("other", ["", _TORCH], ids=["threads", "threads and PyTorch's products"])
-def test_tiles_of_threads_are_their_own(amx_queue: cl.CommandQueue, other: str) -> None:
+def test_threads_have_a_unit_of_their_own(amx_queue: cl.CommandQueue, other: str) -> None:
     printed = run_script(amx_queue, "-c", other + _BESIDE_OTHERS)
     if "no torch" in printed:
         pytest.skip("needs PyTorch")
@@ -444,7 +454,7 @@ def test_its_kernels_are_built_while_it_is_tried(
     assert done == ["built for bf16", "waited"][not is_tried :]
 
 
-def test_where_the_registers_are_refused_another_engine_multiplies(amx_queue: cl.CommandQueue) -> None:
+def test_where_the_unit_is_refused_another_engine_multiplies(amx_queue: cl.CommandQueue) -> None:
     assert run_script(amx_queue, "-c", _REFUSED).strip() not in ("", "amx")
 
 
@@ -471,5 +481,5 @@ os.wait()
 """
 
 
-def test_a_fork_keeps_the_registers_and_a_new_program_asks_anew(amx_queue: cl.CommandQueue) -> None:
+def test_a_fork_keeps_the_unit_and_a_new_program_asks_anew(amx_queue: cl.CommandQueue) -> None:
     assert run_script(amx_queue, "-c", _FORKED).split() == ["True", "False", "True"]
