@@ -354,8 +354,9 @@ def simulated(queue: cl.CommandQueue) -> bool:
 
 
 @pytest.fixture
-def amx_queue(queue: cl.CommandQueue) -> cl.CommandQueue:
-    """The queue of a processor's device that has the matrix unit."""
+def amx_queue(request: pytest.FixtureRequest, queue: cl.CommandQueue) -> cl.CommandQueue:
+    """The queue of a processor's device that has the matrix unit, or (tests/opencl/test_amx.py) seems to."""
+    assert "unit" in request.node.name, "tests of the unit are found by that word"
     if not capabilities(queue).amx:
         pytest.skip("needs a processor with AMX, and its tile registers")
     return queue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,20 @@ import pytest
 from netcl import amp as netcl_amp
 from netcl import autograd as ag
 from netcl.core.device import CPUQueue
+from netcl.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
+from netcl.nn.modern import DecoderBlock
 from netcl.optim import SGD, Adam
 
 from clamp import amp
 from clamp.bridge import Node, Parameter, Tape, Tensor, graph
 from clamp.casting.operands import note_numpy_backend
+from clamp.ops.attention import amx as attention_amx
+from clamp.ops.conv import amx as conv_amx
+from clamp.ops.gemm import amx as gemm_amx
+from tests.launches import forget_prepared_launches
 from tests.networks import LOSS_FACTOR, UsersSGD, batch, loss_of, mlp, scaled_backward, step, weights_of
 from tests.reference import assert_same, quantize, to_device, to_numpy
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -105,6 +113,41 @@ def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:
         return weights_of(model)
 
     assert_same(run(), run())
+
+
+_TRAININGS = product(["convolutions", "decoder block"], ["float16", "bfloat16"])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), sweep(_TRAININGS, lambda n: n in (0, 3)))
+def test_the_matrix_unit_trains_to_the_bits_of_plain_c(
+    amx_queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    queue, of_unit, used = amx_queue, gemm_amx.unit_of, []
+
+    def run() -> list[np.ndarray]:
+        np.random.seed(0)
+        if kind == "decoder block":
+            model, shapes = DecoderBlock(96, 2, queue=queue), ((2, 70, 96),) * 2
+        else:
+            layers = Conv2d(queue, 16, 33, 3, pad=1), ReLU(), Conv2d(queue, 33, 16, 3, stride=2, pad=1), Flatten()
+            model, shapes = Sequential(*layers, Linear(queue, 480, 200)), ((40, 16, 11, 10), (40, 200))
+        rng = np.random.default_rng(1)
+        data = tuple(to_device(queue, rng.standard_normal(shape)) for shape in shapes)
+        optimizer = Adam(model.parameters(), lr=1e-2)
+        with amp.init(dtype=dtype) as handle:
+            for _ in range(2):
+                step(handle, model, optimizer, data)
+        return weights_of(model)
+
+    by_unit = run()
+    for module in (gemm_amx, conv_amx):
+        monkeypatch.setattr(module, "unit_of", lambda *given: used.append("unit") or of_unit(*given[:2], emulate=True))
+    for name in ("forward", "backward"):
+        of_attention = getattr(attention_amx, name)
+        monkeypatch.setattr(attention_amx, name, partial(of_attention, emulate=True))
+    forget_prepared_launches(monkeypatch)
+    assert_same(by_unit, run())
+    assert used
 
 
 def test_amp_follows_fp32(queue: cl.CommandQueue) -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -10,6 +16,7 @@ from clamp.opencl import amx, device, trials
 from clamp.opencl.device import capabilities
 from tests.mutants import write_wrong
 from tests.scripts import run_script
+from tests.tools import go_without
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
@@ -32,7 +39,7 @@ def _numbers(kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["some not finite", "finite", "subnormal results"])
-def test_plain_c_has_the_bits_of_the_instruction(amx_queue: cl.CommandQueue, kind: str) -> None:
+def test_plain_c_has_the_bits_of_the_unit(amx_queue: cl.CommandQueue, kind: str) -> None:
     a, b = _numbers(kind)
     real, emulated = (amx.multiplied(amx_queue, a, b, "bfloat16", emulate=emulate) for emulate in (False, True))
     assert np.array_equal(np.isnan(real), np.isnan(emulated))
@@ -41,20 +48,64 @@ def test_plain_c_has_the_bits_of_the_instruction(amx_queue: cl.CommandQueue, kin
     assert np.isfinite(real).any()
 
 
-#: What is wrong, and the pieces of source: one of both builds, of the assembly alone, or of plain C alone.
+def test_a_round_that_measures_the_unit_is_16_products(amx_queue: cl.CommandQueue) -> None:
+    """Of ones, four products to each of four tiles, after a first one."""
+    flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+    ones = cl.Buffer(amx_queue.context, flags, hostbuf=np.full(2048, 0x3F80, np.uint16))
+    found = np.zeros(1, np.float32)
+    sums = cl.Buffer(amx_queue.context, flags, hostbuf=found)
+    amx._LIMIT(amx_queue, (1,), (1,), ones, sums, 3, PROBE_AMX_LIMIT=1, PARTS=1, DOT_F16=0, EMULATE=0)
+    cl.enqueue_copy(amx_queue, found, sums)
+    assert found == 32 * (1 + 3 * 4)
+
+
+#: with tests of the unit
+_FILES = [
+    "tests/opencl/test_amx.py",
+    "tests/ops/test_gemm_amx.py",
+    "tests/ops/test_conv_amx.py",
+    "tests/ops/test_attention_amx.py",
+    "tests/test_training.py",
+]
+
+
+@pytest.mark.long
+def test_assembly_is_tested_where_no_processor_knows_it(
+    request: pytest.FixtureRequest, queue: cl.CommandQueue, tmp_path: Path
+) -> None:
+    """All that is to be tested where there is a unit, is, by a process in which `amx_trap.c` stands in for it."""
+    if amx.is_listed("bfloat16") or not capabilities(queue).is_cpu:
+        pytest.skip("needs a processor without AMX")
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang", "clang-19"))), None)
+    if sys.platform != "linux" or platform.machine() != "x86_64" or compiler is None:
+        go_without("needs Linux on x86-64 and a C compiler: apt install clang-19")
+    trap = str(tmp_path / "amx_trap.so")
+    source = str(Path(__file__).with_name("amx_trap.c"))
+    subprocess.run([compiler, "-O2", "-march=native", "-shared", "-fPIC", "-o", trap, source], check=True)
+    name = request.node.callspec.params["queue"]
+    words = "-p", "no:cacheprovider", "-k", "unit and not PyTorch"
+    printed = run_script(queue, "-m", "pytest", *words, *_FILES, CLAMP_TEST_DEVICES=name, LD_PRELOAD=trap)
+    assert " passed" in printed
+    assert "skipped" not in printed
+
+
+#: What is wrong, and the pieces of source: one of both builds, of the unit alone, or of plain C alone.
 MUTANTS = [
-    ("sums are not cleared", "if (resume)", "if (1)", "assembly"),
-    ("sums are never resumed", "if (resume)", "if (0)", "assembly"),
-    ("the lower rows are the upper", "a1 = a0 + 16 * a_row;", "a1 = a0 + 15 * a_row;", "assembly"),
+    ("sums are not cleared", "if (resume)", "if (1)", "the unit"),
+    ("sums are never resumed", "if (resume)", "if (0)", "the unit"),
+    ("the lower rows are the upper", "a1 = a0 + 16 * a_row;", "a1 = a0 + 15 * a_row;", "the unit"),
     ("the right columns are the left",
-     "DOT(3, 5, 7) LOAD_B(7, base, 1)", "DOT(3, 5, 7) LOAD_B(7, base, 0)", "assembly"),
+     "DOT(3, 5, 7) LOAD_B(7, base, 1)", "DOT(3, 5, 7) LOAD_B(7, base, 0)", "the unit"),
     ("a product of parts is missing",
-     "LOW_A LOW_B BY_COLUMNS(b, FETCH_A)", "LOW_A LOAD_B(6, b, 0) LOAD_B(7, b, 1)", "assembly"),
+     "LOW_A LOW_B BY_COLUMNS(b, FETCH_A)", "LOW_A LOAD_B(6, b, 0) LOAD_B(7, b, 1)", "the unit"),
     ("a register is loaded too early",
-     "DOT(2, 5, 6) LOAD_B(6, base, 0)", "LOAD_B(6, base, 0) DOT(2, 5, 6)", "assembly"),
-    ("b stays where it is", 'LINE("addq %[b_step], %[b]")', "", "assembly"),
-    ("tiles of sums change places", "X(1, 64) X(2, 2048)", "X(2, 64) X(1, 2048)", "assembly"),
-    ("the lower rows are the upper, by addresses", "from1 = from + 16 * a_row,", "from1 = from,", "assembly"),
+     "DOT(2, 5, 6) LOAD_B(6, base, 0)", "LOAD_B(6, base, 0) DOT(2, 5, 6)", "the unit"),
+    ("b stays where it is", 'LINE("addq %[b_step], %[b]")', "", "the unit"),
+    ("an instruction is dropped, as assemblers do with what they do not know",
+     '"tdpbf16ps %%tmm" #b', '"tdpbf17ps %%tmm" #b', "the unit"),
+    ("operands change places", '%%tmm" #b ", %%tmm" #a', '%%tmm" #a ", %%tmm" #b', "the unit"),
+    ("tiles of sums change places", "X(1, 64) X(2, 2048)", "X(2, 64) X(1, 2048)", "the unit"),
+    ("the lower rows are the upper, by addresses", "from1 = from + 16 * a_row,", "from1 = from,", "the unit"),
     ("sums are not cleared", "i < SUMS && !resume", "i < 0 && !resume", "plain C"),
     ("pairs are in the other order", "fma((float16)(a_even[k])", "fma((float16)(a_odd[k])", "plain C"),
     ("the right columns are the left", "b + tile % 2 * 64, b_row", "b, b_row", "plain C"),
@@ -68,7 +119,7 @@ MUTANTS = [
 def test_a_mutant_computes_something_else(
     queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, old: str, new: str, build: str
 ) -> None:
-    if build == "assembly" and not capabilities(queue).amx:
+    if build == "the unit" and not capabilities(queue).amx:
         pytest.skip("needs a processor with AMX, and its tile registers")
     emulate = build == "plain C"
     assert amx.computes_right("bfloat16", queue, emulate=emulate)
