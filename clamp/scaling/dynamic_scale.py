@@ -159,6 +159,14 @@ class DynamicLossScale(LossScale):
             overflow, nans = state.overflow & mask | now.overflow & ~mask, state.nans & mask | now.nans & ~mask
             self._state.write(**state._replace(overflow=overflow, nans=nans)._asdict(), event=0, found=found)
 
+    def mend(self, mask: int, most: float) -> None:
+        """Forgets the last overflows of optimizers, which repeats have mended; the scale is ``most`` from now on, or
+        where passes, of other threads, say, have led further down. Waits for the device."""
+        with scale_lock:
+            now = self.read()
+            overflow, nans = now.overflow & ~mask, now.nans & ~mask
+            self._state.write(scale=min(most, now.scale), overflow=overflow, nans=nans)
+
     def _check_scale(self, value: float) -> float:
         value = positive("the loss scale", value)
         if not (self.lifts or self.rule.min <= value) or value > self.rule.max:

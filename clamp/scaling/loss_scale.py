@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.interrupts import contextmanager, holding, of_threads
 from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import ASSIGN, AppliedScale, DeviceState, ScaleState, scale_lock
@@ -93,6 +95,16 @@ def require_state(state: Any, made_by: str) -> None:
         raise TypeError(f"load_state_dict takes the dict that {made_by} returned, got {shown(state)}")
 
 
+class _Apart(threading.local):
+    """What stands in this thread for the states of loss scales, see ``LossScale.apart``."""
+
+    def __init__(self) -> None:
+        self.states: Mapping[LossScale, DeviceState] = {}
+
+
+_thread = of_threads(_Apart())
+
+
 class LossScale(bridge.Listed):
     """The interface of all loss scales, and one that never changes by itself. Overflows are noticed all the same,
     so that their steps are skipped.
@@ -116,10 +128,48 @@ class LossScale(bridge.Listed):
     told_of_plain: bool = False
 
     def __init__(self, scale: float) -> None:
-        self._state = DeviceState(positive("the loss scale", scale))
+        self._own_state = DeviceState(positive("the loss scale", scale))
         self.changes = 0  # how often somebody has set the scale, or loaded a state; of a copy, how often before it
         self._queue: cl.CommandQueue | None = None  # the first that it was asked for
         self._copies: dict[cl.CommandQueue, LossScale] = {}  # on others; a copy has the same ones
+
+    @property
+    def _state(self) -> DeviceState:
+        return _thread.states.get(self, self._own_state)
+
+    @contextmanager
+    def apart(self, state: ScaleState) -> Iterator[None]:
+        """Inside the ``with``, this scale is one of this thread alone, which begins with a state, without overflows.
+        Passes of other threads go on by the one that all share, so that what runs here may wait for them. Overflows
+        that are left at the end are known to the optimizers' steps also after it."""
+        apart = DeviceState(1.0)
+        apart.write(**state._replace(overflow=0, nans=0)._asdict())
+        apart.is_told_of = self._own_state.is_told_of
+        try:
+            with holding(_thread, "states", {**_thread.states, self: apart}):
+                yield
+        finally:
+            self._note(apart.read())
+
+    @contextmanager
+    def held(self, _: ScaleState) -> Iterator[None]:
+        """As ``apart``, for a replay: its launches name the state that all share, so that passes of other threads wait.
+        None of them is waited for, since a replay runs no code of a user's."""
+        with scale_lock:
+            before = self.read()
+            try:
+                yield
+            finally:
+                met = self.read()
+                self._state.write(**before._asdict(), event=0, found=0)
+                self._note(met)
+
+    def _note(self, met: ScaleState) -> None:
+        """Adds the overflows of a state to those of this one."""
+        if met.overflow:
+            with scale_lock:
+                now = self.read()
+                self._state.write(overflow=now.overflow | met.overflow, nans=now.nans | met.nans)
 
     def on(self, queue: cl.CommandQueue) -> LossScale:
         """The scale on a queue: itself on the first one that it is asked for, a copy on each further one.
@@ -142,7 +192,7 @@ class LossScale(bridge.Listed):
 
     def _elsewhere(self) -> LossScale:
         other = copy.copy(self)
-        other._state = DeviceState(1.0)
+        other._own_state = DeviceState(1.0)
         other.load_state_dict(self.state_dict())
         return other
 
@@ -264,7 +314,7 @@ class LossScale(bridge.Listed):
         Raises:
             ValueError: the value is not finite and positive as a float32, or beyond the limits of the scale.
         """
-        self._state.write(scale=self._check_scale(value), event=0)
+        self._own_state.write(scale=self._check_scale(value), event=0)
         self.changes += 1
 
     def _check_scale(self, value: float) -> float:
@@ -299,7 +349,7 @@ class LossScale(bridge.Listed):
             ValueError: it is malformed, or its scale is beyond the limits. Nothing was changed.
         """
         saved = parse_state(state)
-        self._state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
+        self._own_state.write(**saved._replace(scale=self._check_scale(saved.scale))._asdict())
         self.changes += 1
 
 

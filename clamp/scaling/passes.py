@@ -114,7 +114,7 @@ def _end_again(
     if scaling is not None:
         scaling.require_active("the replay of a scaled backward pass")
         scaling._shown = None
-    repeats = Repeats(one, end, lambda: again) if one.can_be_repeated else None
+    repeats = Repeats(one, end, lambda: again, in_replay=True) if one.can_be_repeated else None
     try:
         end()
         if repeats is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.ops import transfer
-from clamp.ops.loss_scale import ScaleState, scale_lock
+from clamp.ops.loss_scale import ScaleState
 from clamp.params import gradient_marks
 from clamp.params.delivery import Repeat
 from clamp.scaling.backward_pass import BackwardPass
@@ -25,10 +25,14 @@ class Repeats:
         end: ends it, now and once more.
         find: finds what runs backward again, from the gradients of before the pass, and divides what comes; None where
             nothing does.
+        in_replay: whether that are launches of a replay.
     """
 
-    def __init__(self, one: BackwardPass, end: Repeat, find: Callable[[], Repeat | None]) -> None:
+    def __init__(
+        self, one: BackwardPass, end: Repeat, find: Callable[[], Repeat | None], *, in_replay: bool = False
+    ) -> None:
         assert isinstance(one.scaler, DynamicLossScale)
+        self._apart = one.scaler.held if in_replay else one.scaler.apart
         self._scaler, self._guards, self._mask = one.scaler, one.guards, one.mask
         self._loss = one.loss if one.ranks is None else None  # which other ranks, who must decide the same, do not know
         self._end, self._find = end, find
@@ -88,10 +92,10 @@ class Repeats:
         """
         if not (first := self._overflow()):
             return
-        found = [(x, x.grad) for x in self._reached]
-        with scale_lock:  # passes of other threads would meet the scales that are tried, and what is found at them
+        found, changes, scale = [(x, x.grad) for x in self._reached], self._scaler.changes, None
+        with self._apart(self._before):
             try:
-                self._repeat(first)
+                scale = self._repeat(first)
             except BaseException as error:
                 for tensor, grad in found:  # as they were, with the inf
                     tensor.grad = grad
@@ -99,21 +103,24 @@ class Repeats:
                 self._end()
                 if not isinstance(error, bridge.WrittenTo):
                     raise
+        if scale is not None:
+            self._scaler.mend(self._mask, scale if changes == self._scaler.changes else np.inf)
 
-    def _repeat(self, first: int) -> None:
-        rule, ended_at = self._scaler.rule, self._scaler.verdict().scale
+    def _repeat(self, first: int) -> float | None:
+        """Returns at most which scale the next passes are to have; None where no repeat lets this one be."""
+        rule = self._scaler.rule
         scales = [self._before.scale if self._earlier is None else self._earlier.read()]
         while scales[-1] > rule.min:
             scales.append(max(scales[-1] * rule.backoff, rule.min))
         is_hopeless = self._loss is not None and not np.isfinite(self._loss.to_host()).all()
         again = None if is_hopeless or len(scales) < 2 else self._find()
         if again is None:
-            return
+            return None
         found = self._found(scales, again) if self._is_as_left(scales[0], again) else None
         if found is None:
             self._rewind(self._before, first)
             self._end()
-            return
+            return None
         for guard in self._guards:
             guard.repeats += self._tried
         for tensor, grad in self._left or ():  # whoever holds one by now
@@ -121,13 +128,9 @@ class Repeats:
                 transfer.copy(grad.queue, grad.buffer, tensor.grad.buffer, bridge.nbytes(grad))
                 gradient_marks.set_mark(grad, gradient_marks.mark_of(tensor.grad))
                 tensor.grad = grad
-        now, bad_steps = self._scaler.verdict(), self._before.bad_steps + 1
-        scale = scales[1] if self._before.growth_tracker else scales[found]
-        if bad_steps < rule.hysteresis:
-            scale = self._before.scale
-        scale = min(scale, ended_at)  # another thread's repeats may have led further down
-        now = now._replace(scale=scale, growth_tracker=0, bad_steps=bad_steps % rule.hysteresis)
-        self._scaler.rewind(now, self._mask)
+        if self._before.bad_steps + 1 < rule.hysteresis:
+            return self._before.scale
+        return scales[1] if self._before.growth_tracker else scales[found]
 
     def _found(self, scales: Sequence[float], again: Repeat) -> int | None:
         """Returns which of these falling scales is the largest that lets the pass be, as it then is."""

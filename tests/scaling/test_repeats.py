@@ -682,3 +682,27 @@ def test_a_repeat_may_wait_for_a_recorded_function_of_threads_with_repeats(queue
         assert [report.reason for report in handle.history if not report.stepped] == []
     assert first.moved == 2.0**20 + 2 * 2.0**-4
     assert second.moved == 2.0**20
+
+
+@pytest.mark.parametrize("clean", [0, 2])
+def test_a_repeat_may_wait_for_a_pass_of_another_thread(task: Task, handle: amp.AmpHandle, clean: int) -> None:
+    """That one is repeated itself, by the scale that both share: none meets what the other tries."""
+    other, calls = Task(task.queue), list[None]()
+    for _ in range(clean):
+        task.step(handle, 2.0**-4)
+        task.optimizer.zero_grad()
+    with ThreadPoolExecutor(1) as thread:
+
+        def block(x: Node) -> Node:
+            calls.append(None)
+            if len(calls) == 3:  # forward, backward, and here a repeat
+                thread.submit(other.step, handle, 2.0**22).result(timeout=20)
+            return ag.mul(x, 1.0)
+
+        with handle.scale_loss(checkpointed(task, block, 2.0**20), task.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        task.optimizer.step()
+    assert len(calls) > 3
+    assert [report.reason for report in handle.history if not report.stepped] == []
+    assert (task.moved, other.moved) == (2.0**20 + clean * 2.0**-4, 2.0**22)
+    assert handle.loss_scale == 2.0**-6  # 2^21 times this is the largest power of two in float16
