@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
@@ -284,6 +285,7 @@ class With:
 
 
 _states: list[threading.local] = []
+_of_tasks: list[tuple[ContextVar[Any], Any]] = []
 
 
 class Flag(threading.local):
@@ -299,8 +301,18 @@ def of_threads(state: State) -> State:
     return state
 
 
+def of_tasks(name: str, value: T) -> ContextVar[T]:
+    """A value, this one at first, that each thread has one of, and in a thread each task of asyncio: for what stays
+    over an ``await``. A task has what was there where it was made, and so has ``asyncio.to_thread``."""
+    state = ContextVar(name, default=value)
+    _of_tasks.append((state, value))
+    return state
+
+
 def from_nothing() -> None:
     """This thread's states are as in a new thread."""
+    for variable, value in _of_tasks:
+        variable.set(value)
     for state in _states:
         vars(state).clear()
         state.__init__()  # type: ignore[misc]  # what threading.local calls in each thread

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from netcl.autograd import engine
@@ -72,32 +72,32 @@ def foreign_nodes(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.grad_fn is not None and not getattr(node, "is_clamps", False)]
 
 
-class _GradMode(threading.local):
-    """Whether ops are recorded in a thread; None: it has not said, and netcl's mode, that of the process, holds."""
+def _new_grad_mode() -> ContextVar[bool | None]:
+    """Whether ops are recorded in a thread, or a task; None: it has not said, and netcl's mode, that of the process,
+    holds."""
+    return ContextVar("grad_mode", default=None)
 
-    on: bool | None = None
 
-
-_grad_mode = _GradMode()
+_grad_mode = _new_grad_mode()
 
 
 def is_grad_enabled() -> bool:
     """Returns whether ops are recorded for backward here."""
-    on = _grad_mode.on
+    on = _grad_mode.get()
     return bool(engine._GRAD_MODE) if on is None else on
 
 
 def set_thread_grad_enabled(mode: bool) -> None:
-    """Sets whether ops are recorded in this thread, and in no other."""
+    """Sets whether ops are recorded in this thread, or task, and in no other."""
     if mode:  # the end of a no_grad() that was entered before AMP: nobody else turns netcl's mode off
         engine._GRAD_MODE = True
-    _grad_mode.on = bool(mode)
+    _grad_mode.set(bool(mode))
 
 
 def end_thread_grad_modes() -> None:
     """Lets netcl's own mode hold in every thread; it is this thread's from now on."""
     global _grad_mode
-    engine._GRAD_MODE, _grad_mode = is_grad_enabled(), _GradMode()
+    engine._GRAD_MODE, _grad_mode = is_grad_enabled(), _new_grad_mode()
 
 
 def make_node(

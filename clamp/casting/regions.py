@@ -1,23 +1,23 @@
 """Regions where AMP is on: the state of the process, of this thread, and of the op that is running.
 
 ``init`` sets the region of the process, which knows the user's call. ``autocast`` and ``disable_casts`` set one for the
-calling thread alone and nest. Inside an op, and during backward, nested calls do not cast again.
+calling thread alone, of which a task of asyncio is one here, and nest. Inside an op, and during backward, nested calls
+do not cast again.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from clamp.casting.module_rules import ModuleRule, ModuleRules
 from clamp.casting.policy_table import CastPolicy, Entry, PolicyTable, default_table
-from clamp.interrupts import contextmanager, holding, of_threads, undoing
+from clamp.interrupts import contextmanager, of_tasks, undoing
 from clamp.params.weight_cache import weight_cache
 
 LAST_USE = "last_use"
@@ -168,18 +168,14 @@ class Around:
 
     def leave(self) -> None:
         """This is around no more, nor what was entered inside of it; does nothing if that is so already."""
-        around = this_thread.around
+        around = around_here.get()
         while around is not self and around.outer is not None:
             around = around.outer
         if around is self and self.outer is not None:
-            this_thread.around = self.outer
+            around_here.set(self.outer)
 
 
-class _RegionState(threading.local):
-    around = Around(None, False, None)
-
-
-this_thread = of_threads(_RegionState())
+around_here = of_tasks("around_here", Around(None, False, None))
 _process: Region | None = None
 _process_as_set: Region | None = None
 _change: Callable[[Region], Region] | None = None  # what becomes of every region, for now
@@ -203,12 +199,12 @@ def init_call() -> InitCall | None:
 
 def current_region() -> Region | None:
     """The region around this point, enabled or not; None where there is none."""
-    return this_thread.around.region or _process
+    return around_here.get().region or _process
 
 
 def casting_region() -> Region | None:
     """The region whose casts apply to an op called here; None where ops do not cast."""
-    around = this_thread.around
+    around = around_here.get()
     if around.in_op:
         return None
     region = around.region or _process
@@ -217,27 +213,39 @@ def casting_region() -> Region | None:
 
 def thread_region() -> Region | None:
     """The innermost region of this thread around this point; None where there is none."""
-    return this_thread.around.region
+    return around_here.get().region
 
 
 def called_in(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function, inside which ops cast as in ``region``, within an op and in backward too; with None they run in
     the dtypes that they are given. Returns what it returns."""
-    outer = this_thread.around
+    outer = around_here.get()
     try:
         try:
-            this_thread.around = Around(_changed(region) or outer.region, region is None, outer)
+            around_here.set(Around(_changed(region) or outer.region, region is None, outer))
             return function(*args, **kwargs)
         finally:
-            this_thread.around = outer
+            around_here.set(outer)
     finally:  # once more: an interrupt may be raised right before the line above
-        this_thread.around = outer
+        around_here.set(outer)
 
 
 def same_around() -> Callable[[], AbstractContextManager[None]]:
     """A ``with`` for later, inside of which ops cast as here."""
-    around = Around(current_region(), this_thread.around.in_op, None)
-    return lambda: holding(this_thread, "around", around)
+    return partial(_inside, Around(current_region(), around_here.get().in_op, None))
+
+
+@contextmanager
+def _inside(around: Around) -> Iterator[None]:
+    outer = around_here.get()
+    try:
+        try:
+            around_here.set(around)
+            yield
+        finally:
+            around_here.set(outer)
+    finally:  # once more: an interrupt may be raised right before the line above
+        around_here.set(outer)
 
 
 def casting_in(region: Region | None) -> AbstractContextManager[None]:
@@ -253,11 +261,11 @@ def in_region(region: Region | None, in_op: bool | None = None) -> Iterator[None
         region: None: the one around.
         in_op: whether the inside counts as that of an op; as around if not given.
     """
-    outer = this_thread.around
+    outer = around_here.get()
     inner = Around(_changed(region) or outer.region, outer.in_op if in_op is None else in_op, outer)
     try:
         try:
-            this_thread.around = inner
+            around_here.set(inner)
             yield
         finally:
             inner.leave()

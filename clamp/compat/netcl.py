@@ -71,8 +71,11 @@ def enter(wrapped: Any, instance: Any, /) -> Any:
 @meets("netcl.amp.autocast.__exit__")
 def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
     """Ends the region; one that was entered before clamp was active has none."""
-    if _thread.regions and _thread.regions[-1][0] is instance:
-        _thread.regions.pop()[1].__exit__(None, None, None)
+    for index, (autocast, region) in reversed([*enumerate(_thread.regions)]):
+        if autocast is instance:  # not the last, where tasks of a thread take turns
+            del _thread.regions[index]
+            region.__exit__(None, None, None)
+            break
     return wrapped(*exception)
 
 

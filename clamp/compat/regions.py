@@ -25,7 +25,8 @@ _OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
 
 
 class ThreadRegion:
-    """A region of the calling thread; context manager and decorator. Nests, and may be entered by several threads.
+    """A region of the calling thread, or task of asyncio; context manager and decorator. Nests, and may be entered by
+    several.
 
     Without ``amp.init()`` it patches netcl on first entry and leaves AMP off outside the region. The weight cache is
     emptied at the end of the outermost region.

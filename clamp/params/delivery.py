@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Parameter, Tensor
-from clamp.interrupts import among, contextmanager, holding, of_threads
+from clamp.interrupts import contextmanager, holding, of_tasks, of_threads
 from clamp.opencl.host_steps import host_step, noting_launches, recorder
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
@@ -117,8 +117,9 @@ class PassGradients:
         self._ran: list[_Run] = []
         self.refused: Node | None = None
         self.came: Sequence[Tensor | None] | None = None
-        self._is_alone = not running.waiting  # no pass is inside of another
-        for outer in running.waiting.values():
+        self.waits = False  # whether this is around some point
+        self._is_alone = not waiting()  # no pass is inside of another
+        for outer in waiting():
             outer._is_alone = False
 
     def may_overflow(self) -> bool:
@@ -230,7 +231,7 @@ class _Pass:
 
     def __init__(self, leaves: Sequence[Any], root: Node) -> None:
         self.root = root
-        self.within = next(reversed(running.waiting.values()), None)
+        self.within = next(reversed(waiting()), None)
         self.around = running.now if running.now is not None and running.now.within is self.within else None
         self.met: dict[int, tuple[Any, Tensor | None]] = {id(x): (x, getattr(x, "grad", None)) for x in leaves}
         self._leaves = len(leaves)
@@ -267,7 +268,6 @@ class _Running(threading.local):
             and fitted into 16 bits by each op that computes in 16 bits.
         is_last: whether no other will run through its graph when its weights have moved: whether 16-bit copies of
             weights go once they are read.
-        waiting: the scaled passes around this point, which have begun and not ended, the innermost last.
         reached: tensors that passes have given a gradient to, by id, if asked for.
         now: what is known of it; None where none runs.
     """
@@ -278,16 +278,31 @@ class _Running(threading.local):
     reached: dict[int, Tensor] | None = None
     now: _Pass | None = None
 
-    def __init__(self) -> None:
-        self.waiting: dict[object, PassGradients] = {}
-
 
 running = of_threads(_Running())
+_waiting = of_tasks("waiting", tuple[PassGradients, ...]())
 
 
-def waiting_in(scaled_pass: PassGradients) -> AbstractContextManager[None]:
+def waiting() -> Sequence[PassGradients]:
+    """The scaled passes around this point, which have begun and not ended, the innermost last."""
+    passes = _waiting.get()
+    return [one for one in passes if one.waits] if passes else passes  # another thread may have ended one
+
+
+@contextmanager
+def waiting_in(scaled_pass: PassGradients) -> Iterator[None]:
     """Inside the ``with``, gradients of other scales wait for the end of this thread's scaled pass."""
-    return among(running.waiting, scaled_pass)
+    try:
+        try:
+            scaled_pass.waits = True
+            _waiting.set((*waiting(), scaled_pass))
+            yield
+        finally:
+            scaled_pass.waits = False
+            _waiting.set(tuple(waiting()))
+    finally:  # once more: an interrupt may be raised in the middle of it
+        scaled_pass.waits = False
+        _waiting.set(tuple(waiting()))
 
 
 @contextmanager
@@ -401,7 +416,7 @@ def _add_what_was_aside(this: _Pass, leaf: Any, grad: Tensor) -> None:
         leaf.grad = grad
     elif this.around is not None:  # which may fail yet
         this.around.aside.append((leaf, grad))
-    elif running.scale is None or not any(x.keep(leaf, grad) for x in reversed(running.waiting.values())):
+    elif running.scale is None or not any(x.keep(leaf, grad) for x in reversed(waiting())):
         leaf.grad = added(grad, leaf.grad, leaf.grad.dtype)
 
 
@@ -411,7 +426,7 @@ def _adds_up(earlier: Mark | None, new: Mark) -> bool:
     A user's is taken for the true one inside a scaled pass, as in PyTorch for scaled by the same scale elsewhere.
     """
     if earlier is None:
-        return new.scale is None or not running.waiting
+        return new.scale is None or not waiting()
     return earlier.scale is new.scale
 
 

@@ -17,7 +17,7 @@ from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
 from clamp.casting.arguments import reporter
 from clamp.casting.operands import cast_node
-from clamp.casting.regions import called_in, current_region, this_thread
+from clamp.casting.regions import around_here, called_in, current_region
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
 from clamp.interrupts import holding
@@ -177,7 +177,7 @@ def tape_backward(
 def _let_overflow(run: Callable[[], Any]) -> Callable[[], Any]:
     """Returns a backward that netcl's ``detect_anomaly`` does not end where another one, at a lower scale, will follow:
     what is inf at the smallest, too, is an anomaly."""
-    if bridge.detects_anomalies() and any(x.may_overflow() for x in delivery.running.waiting.values()):
+    if bridge.detects_anomalies() and any(x.may_overflow() for x in delivery.waiting()):
         return partial(bridge.without_anomaly_checks, run)
     return run
 
@@ -310,7 +310,7 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     """
     name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
     dtype = user_functions.input_dtype(forward) if Installed.now else None
-    if dtype is None and (this_thread.around.in_op or not Installed.now or not any(is_half(node) for node in nodes)):
+    if dtype is None and (around_here.get().in_op or not Installed.now or not any(is_half(node) for node in nodes)):
         backward = user_functions.bound(backward, forward, nodes, name)
         return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()

@@ -21,7 +21,7 @@ import wrapt
 from netcl.autograd import bf16_ops, ops, shape_ops
 
 from clamp.bridge.netcl_functions import REDIRECTED, is_netcls, own_copy
-from clamp.casting.regions import this_thread
+from clamp.casting.regions import around_here
 from clamp.patching import tensors
 from clamp.patching.wrap import Wrapper, passes_of
 
@@ -71,7 +71,7 @@ class Redirected:
                 "<own>": self._own,
                 "<wrapper>": wrapper,
                 "<passes>": passes,
-                "<thread>": this_thread,
+                "<around>": around_here,
                 "<method>": MethodType,
             },
         )
@@ -144,7 +144,7 @@ def _template(shape: Shape, closed: int, how: str, passes: bool) -> CodeType:
         result = call("wrapper", f"{own}, ({''.join(f'{item}, ' for item in items)}), {{{keyed}}}")
     if passes and how in ("wrapped", "more"):
         none_more = "".join(f"not {name} and " for name in rest[more:])
-        at_once = f"'<thread>'.around.casts_off and {none_more}{call('passes', ', '.join([*items, *by_name]))}"
+        at_once = f"'<around>'.get().casts_off and {none_more}{call('passes', ', '.join([*items, *by_name]))}"
         result = f"{call('own', passed)} if {at_once} else {result}"
     # The variables of the closure are named after the return, not used: who looks at the frame has to find them.
     free = [f"free_{index}" for index in range(closed)]

@@ -123,7 +123,7 @@ def _meets_host(tensor: Tensor, what: str) -> None:
     if gradient_marks.is_unscaled(tensor):
         settle_late()
     scale = gradient_marks.scale_of(tensor)
-    if scale is None or not delivery.running.waiting:  # who scales by hand knows
+    if scale is None or not delivery.waiting():  # who scales by hand knows
         return
     if not scale.state.is_told_of and is_called_by_user():
         scale.state.is_told_of = True

@@ -106,7 +106,7 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
         RuntimeError: the gradients would be of several scales, of a scale twice, or scaled in part.
     """
     if not scaled:
-        if any(root is around.refused for around in delivery.running.waiting.values()):
+        if any(root is around.refused for around in delivery.waiting()):
             raise RuntimeError(
                 "backward was run from the loss itself inside `with handle.scale_loss(loss, optimizer) as "
                 "scaled_loss`: run it from what the with gives, scaled_loss.backward() or tape.backward(scaled_loss). "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import sys
@@ -19,6 +20,7 @@ from netcl import autograd as ag
 from netcl.amp import autocast as netcl_autocast
 from netcl.amp import is_autocast_enabled
 from netcl.autograd import apply_op
+from netcl.autograd.engine import is_grad_enabled
 from netcl.ops.matmul import matmul as tensor_matmul
 from netcl.optim import SGD
 
@@ -246,6 +248,40 @@ def test_it_is_of_one_thread(x: Node) -> None:
         assert product(x) == "float16"
     thread.join()
     assert seen == {"without": "float32", "within": "float16", "after": "float32"}
+
+
+@pytest.mark.parametrize("first", [*REGIONS, "no_grad"])
+@pytest.mark.parametrize("second", [*REGIONS, "no_grad"])
+def test_tasks_that_take_turns_are_inside_of_their_own_regions_alone(x: Node, first: str, second: str) -> None:
+    """Also where the first one is left while the second one is open."""
+
+    def opened(name: str, number: int) -> tuple[Any, tuple[str, bool]]:
+        if name == "no_grad":
+            return ag.no_grad(), ("bfloat16", False)
+        casts, island = REGIONS[name]
+        return (casts("bfloat16"), ("bfloat16", True)) if number else (island(), ("float32", True))
+
+    async def task(name: str, number: int) -> None:
+        assert here() == outside
+        region, inside = opened(name, number)
+        with region:
+            for _ in range(2 + number):
+                assert here() == inside
+                await asyncio.sleep(0)
+            assert here() == inside
+            assert await asyncio.to_thread(here) == inside
+        assert here() == outside
+
+    async def tasks() -> None:
+        await asyncio.gather(task(first, 0), task(second, 1))
+
+    def here() -> tuple[str, bool]:
+        return product(x), is_grad_enabled()
+
+    with amp.init(dtype="bfloat16"):
+        outside = here()
+        asyncio.run(tasks())
+        assert here() == outside == ("bfloat16", True)
 
 
 def test_the_weight_cache_lives_until_the_outermost_region_ends(queue: cl.CommandQueue) -> None:

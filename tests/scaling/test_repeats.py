@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -706,3 +707,23 @@ def test_a_repeat_may_wait_for_a_pass_of_another_thread(task: Task, handle: amp.
     assert [report.reason for report in handle.history if not report.stepped] == []
     assert (task.moved, other.moved) == (2.0**20 + clean * 2.0**-4, 2.0**22)
     assert handle.loss_scale == 2.0**-6  # 2^21 times this is the largest power of two in float16
+
+
+def test_passes_of_tasks_that_take_turns_are_repeated(task: Task, handle: amp.AmpHandle) -> None:
+    """Neither is inside of the other, and the backward of each is its own pass's."""
+    other, size = Task(task.queue), 2.0**20
+
+    async def train(one: Task, turns: int) -> None:
+        with handle.scale_loss(one.loss(size), one.optimizer) as scaled_loss:
+            await asyncio.sleep(0)
+            await asyncio.to_thread(scaled_loss.backward) if one is other else scaled_loss.backward()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        one.optimizer.step()
+
+    async def tasks() -> None:
+        await asyncio.gather(train(task, 1), train(other, 2))
+
+    asyncio.run(tasks())
+    assert [report.reason for report in handle.history if not report.stepped] == []
+    assert (task.moved, other.moved) == (size, size)
