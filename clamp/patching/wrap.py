@@ -34,6 +34,7 @@ from clamp.casting.results import RESULTS
 from clamp.functions.recompute import is_checkpointed
 from clamp.opencl.host_steps import recorder
 from clamp.ops.arguments import shown
+from clamp.scaling.dynamic_scale import is_anything_late, settle_before_reading
 from clamp.scaling.step_report import warn_user
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,6 +64,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
             return wrapped(*args, **kwargs)
+        settle_before_reading(args, kwargs)
         region = casting_region()
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels, nor any a function of netcl's
@@ -119,6 +121,7 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not Installed.now:
             return wrapped(*args, **kwargs)
+        settle_before_reading(args, kwargs)
         region = casting_region()
         policy = None if region is None else region.policy_of(entry)
         if region is not None and policy is CastPolicy.BANNED and not region.allow_banned:
@@ -141,7 +144,8 @@ _PLAIN = frozenset((int, float, bool, str, type(None), slice, np.ndarray))
 
 def passes_of(function: FunctionType) -> Callable[..., bool]:
     """Returns a function that says of the arguments of a call where casts are off, all by position, that netcl's own
-    function may run at once: no argument is 16-bit, none is written, and nobody is told of results."""
+    function may run at once: no argument is 16-bit or may be a gradient of a pass that is yet to be repeated, none is
+    written, and nobody is told of results."""
     places = [place for _, place in written_places(function)]
     if not places:
         return _passes
@@ -156,7 +160,7 @@ def passes_of(function: FunctionType) -> Callable[..., bool]:
 
 
 def _passes(*args: Any) -> bool:
-    if RESULTS.observers:
+    if RESULTS.observers or is_anything_late():
         return False
     for x in args:  # of every call inside disable_casts(): short
         value = x.value if type(x) is Node else x

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from clamp.casting.arguments import tensors_in
 from clamp.interrupts import holding, of_threads
 from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState, scale_lock
+from clamp.params.gradient_marks import is_unscaled
 from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
 
@@ -201,6 +203,18 @@ def settle_late() -> None:
         while _thread.late:
             _thread.late[0]()
             _thread.late.pop(0)
+
+
+def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Hears what has become of this thread's passes, if a gradient that one of them has left is among the arguments of
+    a call: what is computed from it, a step by hand, say, must not be of an overflow that is yet to be repeated."""
+    if _thread.late and any(map(is_unscaled, tensors_in((args, kwargs)))):  # of every call: short
+        settle_late()
+
+
+def is_anything_late() -> bool:
+    """Returns whether this thread has passes of which it has not heard yet what became of them."""
+    return bool(_thread.late)
 
 
 def forget_late() -> None:

@@ -18,6 +18,7 @@ from netcl.core import transfer
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, ReLU, Sequential
 from netcl.ops import tensor_ops
+from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam
 from netcl.optim.clip import clip_grad_norm
 
@@ -232,6 +233,24 @@ def scales_it(task: Task) -> None:
     task.weight.grad = ag.mul(ag.tensor(task.weight.grad), 0.5).value
 
 
+def computes_with_it(task: Task) -> None:
+    """Without changing it, as for a step by hand, SAM's say: in functions of clamp's, in a container, too."""
+    grad = ag.tensor(task.weight.grad)
+    assert ag.stack([grad]).value.to_host().max() == 2.0**20
+
+
+def computes_with_it_in_netcls(task: Task) -> None:
+    """In functions of netcl's that clamp has no kernels for."""
+    grad = task.weight.grad
+    assert elementwise_binary(grad, grad, expression="ADD(v0, v1)").to_host().max() == 2.0**21
+
+
+def computes_with_it_without_casts(task: Task) -> None:
+    """In functions of netcl's that run at once."""
+    with session.active_handle().disable_casts():
+        assert ag.square(ag.tensor(task.weight.grad)).value.to_host().max() == 2.0**40
+
+
 def writes_it(task: Task) -> None:
     """By netcl's means."""
     task.weight.grad.write(np.full(task.weight.shape, 3, np.float32))
@@ -258,12 +277,22 @@ def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
 
 @pytest.mark.parametrize(
     ("between", "moved"),
-    [(reads_it, 2.0**20), (scales_it, 0), (writes_it, 3), (writes_it_unseen, 0), (adds_to_it, 2.0**20 + 0.25)],
+    [
+        (reads_it, 2.0**20),
+        (scales_it, 2.0**19),
+        (computes_with_it, 2.0**20),
+        (computes_with_it_in_netcls, 2.0**20),
+        (computes_with_it_without_casts, 2.0**20),
+        (writes_it, 3),
+        (writes_it_unseen, 0),
+        (adds_to_it, 2.0**20 + 0.25),
+    ],
 )
 def test_what_is_between_a_pass_and_its_step_counts(
     task: Task, handle: amp.AmpHandle, between: Callable[[Task], None], moved: float
 ) -> None:
-    """A step whose gradients have been changed before anybody knew of the overflow is skipped."""
+    """What is made of a gradient is made of the one that stays; a step whose gradients have been changed by means that
+    nobody hears of, before anybody knew of the overflow, is skipped."""
     to_an_overflow(task, handle)
     before = task.moved
     between(task)
