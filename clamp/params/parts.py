@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.opencl.host_steps import refuse
 from clamp.ops.optimizer_step import PARTS, Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 
@@ -31,7 +32,15 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
 
     @property
     def buffer(self) -> Any:
-        """Its memory, in float32, which is made of the parts; what it holds counts from now on."""
+        """Its memory, in float32, which is made of the parts; what it holds counts from now on.
+
+        Raises RuntimeError while launches are recorded, or ends that: whether it has memory changes from step to step,
+        and replays would go on with what it had then.
+        """
+        refuse(
+            "The memory of an fp32 master that is kept in 16-bit parts was asked for",
+            "Read masters after the recorded part, or keep them in float32: master_weight=True.",
+        )
         if self._whole is None and 0 not in self.shape:
             whole = bridge.empty(self.queue, self.shape, "float32")
             in_turn(MultiUpdate("join", 0, [whole], [], [self.parts]).pieces())

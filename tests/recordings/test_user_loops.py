@@ -223,6 +223,27 @@ def test_two_optimizers_step_what_backward_left_in_16_bits(queue: cl.CommandQueu
     compare(queue, step, dtype="bfloat16", prepare=prepare)
 
 
+@pytest.mark.parametrize("master_weight", [True, "remainder", "kahan"])
+def test_masters_that_it_reads_are_those_of_the_day(queue: cl.CommandQueue, master_weight: bool | str) -> None:
+    """For a moving average. Those in 16-bit parts have memory or none, which no replay would know: it just runs."""
+
+    def prepare(run: Run) -> None:
+        in_16_bits(run, master_weight=master_weight)
+        run.averages = [to_device(queue, np.zeros(param.shape)) for param in run.params]
+
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        loss = clears_first(run, x, y)
+        for average, master in zip(run.averages, amp.master_params(run.optimizer), strict=True):
+            elementwise_binary(average, master, expression="0.9f * v0 + 0.1f * v1", out=average)
+        return loss
+
+    with nullcontext() if master_weight is True else pytest.warns(UserWarning, match="kept in 16-bit parts was asked"):
+        compare(
+            queue, step, recordings=int(master_weight is True), prepare=prepare, dtype="bfloat16",
+            after=lambda run, index: [average.to_host() for average in run.averages],
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("found", [False, True], ids=["made in it", "found and cleared"])
 @pytest.mark.parametrize("masters", [False, True], ids=["float32", "masters"])
 def test_an_error_in_a_replay_leaves_the_gradients_of_before(
