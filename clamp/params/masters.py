@@ -352,7 +352,9 @@ def written(buffer: Any) -> None:
         master = bridge.master_of(model)
         if model.dtype not in HALF_DTYPES or id(master) in _behind:  # it shows its master, or is rewritten later
             continue
-        if master is None or (isinstance(master, MasterInParts) and not master.is_whole) or master.buffer is not buffer:
+        if master is None or buffer is None:
+            continue
+        if buffer is not (master.memory if isinstance(master, MasterInParts) else master.buffer):
             continue
         if isinstance(master, MasterInParts) and master.parts.keeps != "remainder":  # which loses nothing
             cast_into(master, model)  # what it holds counts, in full, until its next step

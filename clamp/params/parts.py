@@ -45,7 +45,7 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
             whole = bridge.empty(self.queue, self.shape, "float32")
             in_turn(MultiUpdate("join", 0, [whole], [], [self.parts]).pieces())
             self._whole = whole
-        return self._whole and self._whole.buffer
+        return self.memory
 
     @buffer.setter
     def buffer(self, buffer: Any) -> None:
@@ -57,6 +57,11 @@ class MasterInParts(Tensor):  # type: ignore[misc]  # netcl has no types
         """Returns the tensors that it holds besides the parameter: the other 16 bits, and its memory while it is
         whole."""
         return [part for part in (self.parts.rest, self._whole) if part is not None]
+
+    @property
+    def memory(self) -> Any:
+        """Returns its memory, if somebody has asked for it since its last step; None otherwise."""
+        return None if self._whole is None else self._whole.buffer
 
     @property
     def is_whole(self) -> bool:

@@ -169,7 +169,7 @@ def test_what_a_scaler_has_done_outside_decides_what_a_recorded_step_does(queue:
 # ---------------------------------------------------------------------------------------------- gradients
 
 
-def in_16_bits(run: Run, **how: Any) -> None:
+def in_16_bits(run: Any, **how: Any) -> None:
     amp.decorate(run.model, run.optimizer, level="O2", **how)
     run.params = run.model.parameters()
 
@@ -225,7 +225,12 @@ def test_two_optimizers_step_what_backward_left_in_16_bits(queue: cl.CommandQueu
 
 @pytest.mark.parametrize("master_weight", [True, "remainder", "kahan"])
 def test_masters_that_it_reads_are_those_of_the_day(queue: cl.CommandQueue, master_weight: bool | str) -> None:
-    """For a moving average. Those in 16-bit parts have memory or none, which no replay would know: it just runs."""
+    """For a moving average. Those in 16-bit parts have memory or none, which no replay would know: it just runs. That
+    there are such of another model's does not matter."""
+    other = SimpleNamespace(model=mlp(queue, 3, 2))
+    other.optimizer = SGD(other.model.parameters(), lr=0.1)
+    in_16_bits(other, master_weight="remainder")
+    assert all(np.isfinite(master.to_host()).all() for master in amp.master_params(other.optimizer))
 
     def prepare(run: Run) -> None:
         in_16_bits(run, master_weight=master_weight)
