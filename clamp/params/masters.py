@@ -245,7 +245,10 @@ def step_anew(optimizer: Any, run: Callable[[], Any], more: Iterable[Tensor] = (
     # In the step a gradient would be made anew each time, and the next one goes back to this one.
     found = with_true_gradients(optimizer) if hasattr(optimizer, "params") else []
     params = [tensor for pair in found for tensor in pair]
-    return host_step(gradient_marks.on_gradients([*params, *more], run))
+    try:
+        return host_step(gradient_marks.on_gradients([*params, *more], run))
+    finally:
+        weight_cache.clear()  # one that was skipped now, after which copies of weights stay, may move these in a replay
 
 
 class _Building(threading.local):

@@ -98,6 +98,33 @@ def test_a_scaler_in_it_is_that_of_the_day(queue: cl.CommandQueue, kind: str, ma
         assert_same(*([repr(report) for report in scaler.history] for scaler in scalers))
 
 
+@pytest.mark.parametrize("scaled_by", ["the handle", "a scaler"])
+def test_an_evaluation_after_a_step_reads_the_weights_of_the_day(queue: cl.CommandQueue, scaled_by: str) -> None:
+    """Where the recorded step was skipped, too, which leaves copies of weights that an evaluation before it has made."""
+
+    def prepare(run: Run) -> None:
+        run.fixed, run.scaler = to_device(queue, BATCHES[0]), amp.GradScaler(init_scale=2.0**6)
+
+    def step(run: Run, x: Tensor, y: Tensor) -> Node:
+        run.optimizer.zero_grad()
+        if scaled_by == "the handle":
+            run.backward(x, y)
+        else:
+            run.scaler.scale(loss_of(run.model, (x, y))).backward()
+            run.scaler.unscale_(run.optimizer)
+        run.infer(run.fixed)
+        if scaled_by == "the handle":
+            run.optimizer.step()
+        else:
+            run.scaler.step(run.optimizer)
+        after = run.infer(run.fixed)
+        if scaled_by == "a scaler":
+            run.scaler.update()
+        return ag.tensor(getattr(after, "value", after))
+
+    compare(queue, step, 12, batches=poisoned(BATCHES, 1, 6), prepare=prepare)
+
+
 @pytest.mark.parametrize("late", ["unscale_", "step"])
 def test_a_scaler_goes_on_outside(queue: cl.CommandQueue, late: str) -> None:
     """What it does after the recorded part meets gradients as that has left them."""
