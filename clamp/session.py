@@ -100,7 +100,7 @@ def init(
             norms of gradients noted, for ``handle.summary()``; or both, ``("attribution", "summary")``.
 
     Raises:
-        RuntimeError: a handle is active already, with ``enabled=False`` too: call its ``shutdown()`` first.
+        RuntimeError: a handle is active already, with ``enabled=False`` too: call ``amp.shutdown()`` first.
         ValueError: an unknown dtype, level, loss scale, ``on_overflow``, ``enable_caching`` or function name, or a
             malformed list file; or 16-bit ``modules`` at level O0.
         TypeError: a custom list is no list of names, ``lists`` no path, ``modules`` no dict, ``debug`` no text, or a
@@ -306,7 +306,7 @@ def register(module: Any, name: str, policy: CastPolicy | str) -> None:
     registration = registration_of(module, name, policy)
     with lock:
         if active_handle() is not None:
-            raise RuntimeError(f"register {name} before amp.init(), or after handle.shutdown()")
+            raise RuntimeError(f"register {name} before amp.init(), or after amp.shutdown()")
         registrations[:] = [r for r in registrations if (r.owner, r.name) != (module, name)]
         registrations.append(registration)
         if thread_region() is None:

@@ -62,17 +62,18 @@ def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[C
                     lambda **given: amp.initialize(mlp(queue, 4, 4), verbosity=0, **given),
                     "opt_level", "loss_scale", "num_losses", "min_loss_scale", "max_loss_scale", "dtype",
                     "cast_model_type", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs",
+                    "rounding_seed",
                 ),
             ],
             "autocast": keywords(amp.autocast, "enabled", "dtype", "device_type"),
             "is_autocast_enabled": [amp.is_autocast_enabled, amp.get_autocast_dtype],
-            "auto_cast": keywords(amp.auto_cast, "enable", "level", "dtype", *lists),
+            "auto_cast": keywords(amp.auto_cast, "enable", "level", "dtype", "use_promote", *lists),
             "decorate": [
                 lambda junk: amp.decorate(junk),
                 lambda junk: amp.decorate(model, junk),
                 *keywords(
                     lambda **given: amp.decorate(mlp(queue, 4, 4), **given),
-                    "level", "dtype", "master_weight", "save_dtype", "excluded_layers",
+                    "level", "dtype", "master_weight", "save_dtype", "excluded_layers", "rounding_seed",
                 ),
             ],
             "GradScaler": keywords(
@@ -103,6 +104,10 @@ def calls(queue: cl.CommandQueue, handle: Any, folder: Path) -> dict[str, list[C
                 "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker",
             ),
         ],
+        "paddle's load_state_dict": keywords(
+            lambda **given: PaddleScaler().load_state_dict({**PaddleScaler().state_dict(), **given}),
+            *PaddleScaler().state_dict(),
+        ),
         "paddle's GradScaler": [
             lambda junk, name=name: getattr(PaddleScaler(), name)(junk)
             for name in dir(PaddleScaler)
@@ -186,6 +191,24 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"amp.GradScaler: enabled is 'False'": lambda: amp.GradScaler(enabled="False"),
         r"AmpScaler: enable is 1024.0": lambda: PaddleAmpScaler(1024.0),
         r"use_dynamic_loss_scaling is 'False'": lambda: PaddleScaler(use_dynamic_loss_scaling="False"),
+        r"load_state_dict: use_dynamic_loss_scaling is 'no'": lambda: PaddleScaler().load_state_dict(
+            {**PaddleScaler().state_dict(), "use_dynamic_loss_scaling": "no"}
+        ),
+        r"incr_ratio must be above 1, not 1.0": lambda: PaddleScaler(incr_ratio=1.0),
+        r"decr_every_n_nan_or_inf must be a number, not True": lambda: PaddleScaler(decr_every_n_nan_or_inf=True),
+        r"decr_count must be an integer from 0 .* not -1": lambda: PaddleScaler().load_state_dict(
+            {**PaddleScaler().state_dict(), "decr_count": -1}
+        ),
+        r"_growth_tracker must be an integer from 0 .* not -1": lambda: amp.GradScaler().load_state_dict(
+            {**amp.GradScaler().state_dict(), "_growth_tracker": -1}
+        ),
+        r"amp.auto_cast: use_promote is 'no'; pass True or False": lambda: amp.auto_cast(use_promote="no"),
+        r"amp.initialize: rounding_seed is 'x'": lambda: amp.initialize(
+            model, SGD(model.parameters()), opt_level="O2", rounding_seed="x", verbosity=0
+        ),
+        r"the loss scale 65536.0 is not between min .* and max 8.0": lambda: amp.init(
+            loss_scale=amp.ScaleRule(max=8.0)
+        ),
         r"loss_scale must be 'auto', .* not None": lambda: amp.init(loss_scale=None),
         r"loss_scale must be 'auto', .* not 0": lambda: amp.init(loss_scale=0),
         r"loss_scale must be 'auto', .* not {'initial'": lambda: amp.init(loss_scale={"initial": 1024.0}),

@@ -18,7 +18,7 @@ from clamp.casting.regions import InitCall, Region, given_to
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
 from clamp.models import as_list, cast_calls, to_16_bit
-from clamp.ops.arguments import yes_or_no
+from clamp.ops.arguments import whole_number, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
 from clamp.scaling.loss_scale import LossScale, NoLossScale
@@ -128,6 +128,7 @@ def initialize(
         cast_model_outputs = check_dtype(cast_model_outputs, "cast_model_outputs")
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}")
+    seed = whole_number("amp.initialize", "rounding_seed", rounding_seed)
     patch = patch_netcl_functions if patch_torch_functions is None else patch_torch_functions
     overrides = {
         "cast_model_type": cast_model_type,
@@ -175,7 +176,7 @@ def initialize(
                 optimizer_list,
                 keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
                 keep_master=chosen.master_weights or False,
-                seed=rounding_seed,
+                seed=seed,
             )
     if chosen.cast_model_type in HALF_DTYPES:
         session.guard_masters(optimizer_list)

@@ -15,10 +15,10 @@ from clamp.casting.module_rules import ModuleRules, module_rules
 from clamp.casting.policy_table import LEVELS, CastPolicy, PolicyTable, check_dtype, names_in
 from clamp.casting.regions import process_region
 from clamp.compat.regions import ThreadRegion, switch, warn_if_nothing_is_gained
-from clamp.compat.scalers import FaceScaler, require_number, setting
+from clamp.compat.scalers import FaceRule, FaceScaler, setting
 from clamp.interrupts import uninterrupted
 from clamp.models import SAVE_DTYPES, as_list, dtypes_of, require_convertible, to_16_bit
-from clamp.ops.arguments import shown, yes_or_no
+from clamp.ops.arguments import shown, whole_number, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.patching.user_functions import Registration
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -85,8 +85,7 @@ def decorate(
     if not isinstance(master_grad, bool | None):
         raise TypeError(f"master_grad is True or False, got {master_grad!r}")
     keeps = require_kept(master_weight, "master_weight")
-    if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int | np.integer):
-        raise TypeError(f"rounding_seed is an integer, got {rounding_seed!r}")
+    seed = whole_number("amp.decorate", "rounding_seed", rounding_seed)
     model_list = as_list(models, "a model", "parameters")
     optimizer_list = [] if optimizers is None else as_list(optimizers, "an optimizer", "step")
     excluded = [] if excluded_layers is None else _layers(excluded_layers)
@@ -111,7 +110,7 @@ def decorate(
             excluded=excluded,
             keep_master=keeps,
             gradient_dtype="float32" if master_grad else None,
-            seed=int(rounding_seed),
+            seed=seed,
             rules=rules,
             saves=save_dtype or "float32",
         )
@@ -164,7 +163,8 @@ def auto_cast(
     dtype = check_dtype(dtype, "dtype")
     white = frozenset(names_in("custom_white_list", custom_white_list))
     black = frozenset(names_in("custom_black_list", custom_black_list))
-    policies = _policies(level, white, black, use_promote, tuple(session.registrations))
+    promote = yes_or_no("amp.auto_cast", "use_promote", use_promote)
+    policies = _policies(level, white, black, promote, tuple(session.registrations))
     return ThreadRegion("amp.auto_cast()", enabled=enable and level != "O0", dtype=dtype, policies=policies)
 
 
@@ -208,6 +208,19 @@ class _Scaling(ManualScaling):
         return scaler
 
 
+_NAMES = {
+    "scale": "loss_scale", "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
+    "decr_every_n_nan_or_inf": "hysteresis", "incr_count": "unskipped", "decr_count": "bad_steps",
+    "use_dynamic_loss_scaling": "dynamic",
+}  # fmt: skip
+
+
+class _Rule(FaceRule):
+    """A rule of which messages speak in Paddle's names."""
+
+    called: ClassVar[Mapping[str, str]] = {name: key for key, name in _NAMES.items()} | {"loss_scale": "the loss scale"}
+
+
 class GradScaler(FaceScaler):
     """Paddle's loss scaler::
 
@@ -232,11 +245,7 @@ class GradScaler(FaceScaler):
         ValueError: an argument is none of these.
     """
 
-    _names: ClassVar[Mapping[str, str]] = {
-        "scale": "loss_scale", "incr_ratio": "growth", "decr_ratio": "backoff", "incr_every_n_steps": "interval",
-        "decr_every_n_nan_or_inf": "hysteresis", "incr_count": "unskipped", "decr_count": "bad_steps",
-        "use_dynamic_loss_scaling": "dynamic",
-    }  # fmt: skip
+    _names, _rule, _kind = _NAMES, _Rule, _Scaling
     _empty_state = "the state dict is empty: it was saved by a GradScaler that is not enabled"
     _scaling: _Scaling
 
@@ -248,7 +257,7 @@ class GradScaler(FaceScaler):
         moves = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", use_dynamic_loss_scaling)
         self._init_scale = init_loss_scaling
         settings = {"growth": incr_ratio, "backoff": decr_ratio, "interval": incr_every_n_steps}
-        self._set_up(enable, init_loss_scaling, _Scaling, **settings, hysteresis=decr_every_n_nan_or_inf)
+        self._set_up(enable, init_loss_scaling, **settings, hysteresis=decr_every_n_nan_or_inf)
         self._scaling.moves = moves
 
     # ------------------------------------------------------------------------------------------ a step
@@ -365,15 +374,22 @@ class GradScaler(FaceScaler):
         return {**known, "loss_scale": scale, "dynamic": self._scaling.moves}
 
     def _load(self, known: Mapping[str, Any]) -> None:
-        for each in np.ravel(known["loss_scale"]):
-            require_number("scale", each)
-        scale = np.asarray(known["loss_scale"], np.float64)
+        scale = np.asarray(known["loss_scale"])
         if scale.size != 1:
             raise ValueError(f"the scale must be one number, got an array of shape {scale.shape}")
+        moves = yes_or_no("load_state_dict", "use_dynamic_loss_scaling", known["dynamic"])
         super()._load({**known, "loss_scale": scale.item()})
         self._scaling.set_scale(scale.item())  # what a static scale's steps have left moves it no more
-        self._scaling.moves = bool(known["dynamic"])
+        self._scaling.moves = moves
         self._init_scale = scale.item()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "init_loss_scaling": self._init_scale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scaling.moves = state["use_dynamic_loss_scaling"]
+        self._init_scale = state["init_loss_scaling"]
 
 
 class AmpScaler(GradScaler):

@@ -17,7 +17,6 @@ from clamp.compat.scalers import FaceScaler, setting
 from clamp.functions.recompute import checkpointed
 from clamp.ops.arguments import shown, yes_or_no
 from clamp.patching.user_functions import Backward, CustomBackward, CustomForward, require_function, runs_later
-from clamp.scaling.manual import ManualScaling
 
 
 class GradScaler(FaceScaler):
@@ -70,7 +69,7 @@ class GradScaler(FaceScaler):
     ) -> None:
         refuse_device("GradScaler", init_scale if isinstance(init_scale, str) else device)
         settings = {"growth": growth_factor, "backoff": backoff_factor, "interval": growth_interval}
-        self._set_up(yes_or_no("amp.GradScaler", "enabled", enabled), init_scale, ManualScaling, **settings)
+        self._set_up(yes_or_no("amp.GradScaler", "enabled", enabled), init_scale, **settings)
         if self._enabled:
             session.ensure_patched()  # before the first loss: netcl's own mse_loss ignores the scale in backward
 
@@ -154,18 +153,6 @@ class GradScaler(FaceScaler):
         "growth_interval", "interval", "new_interval",
         "number of updates without inf or nan after which the scale grows", "at least 1",
     )  # fmt: skip
-
-    # ------------------------------------------------------------------------------------------ state
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._scaling.between_updates:
-            raise RuntimeError("a GradScaler can be pickled at the start of an iteration, or after update()")
-        return {"enabled": self._enabled, **self._state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        scale, growth, backoff, interval, tracker = (state[key] for key in self._names)
-        self._set_up(state["enabled"], scale, ManualScaling, growth=growth, backoff=backoff, interval=interval)
-        self._scaling.load_state_dict({"loss_scale": scale, "unskipped": tracker})
 
 
 def _number(new_scale: Any) -> Any:

@@ -24,26 +24,21 @@ def require_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number, not {shown(value)}")
 
 
-#: PyTorch's and Paddle's names of a rule's fields.
-_CALLED = {
-    "growth": "growth_factor",
-    "backoff": "backoff_factor",
-    "interval": "growth_interval",
-    "hysteresis": "decr_every_n_nan_or_inf",
-    "min": "min_scale",
-    "max": "max_scale",
-}
+_SETTINGS = ("growth", "backoff", "interval", "hysteresis")  # of a rule
 _COUNTED = ("loss_scale", "unskipped", "bad_steps")  # of a loss scale's state
 
 
 class FaceRule(ScaleRule):
-    """A rule of which messages speak in the faces' names, and in which True and False are no numbers."""
+    """A rule of which messages speak in PyTorch's names, and in which True and False are no numbers."""
 
-    called = _CALLED
+    called: ClassVar[Mapping[str, str]] = {
+        "growth": "growth_factor", "backoff": "backoff_factor", "interval": "growth_interval",
+        "loss_scale": "the loss scale", "unskipped": "_growth_tracker",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, called in self.called.items():
-            require_number(called, getattr(self, name))
+        for name in _SETTINGS:
+            require_number(self.called.get(name, name), getattr(self, name))
         super().__post_init__()
 
 
@@ -85,13 +80,14 @@ class FaceScaler:
 
     _names: ClassVar[Mapping[str, str]]  # what the keys of its state dict are called here
     _empty_state: str  # what is said of one that a disabled scaler has saved
+    _rule, _kind = FaceRule, ManualScaling
     _enabled: bool
     _scaling: ManualScaling
 
-    def _set_up(self, enabled: bool, scale: float, kind: type[ManualScaling], **settings: Any) -> None:
+    def _set_up(self, enabled: bool, scale: float, **settings: Any) -> None:
         self._enabled = enabled
-        start, rule = (scale, FaceRule(**settings)) if enabled else (1.0, UncheckedRule(**settings))
-        self._scaling = kind(start, rule, around_step=session.around_step)
+        start, rule = (scale, self._rule(**settings)) if enabled else (1.0, UncheckedRule(**settings))
+        self._scaling = self._kind(start, rule, around_step=session.around_step)
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of the optimizer's parameters by the scale, in place, non-finite ones too, to look at
@@ -119,7 +115,7 @@ class FaceScaler:
 
     def _load(self, known: Mapping[str, Any]) -> None:
         """Continues from what `_known` gave."""
-        rule = FaceRule(**{name: known[name] for name in _CALLED if name in known})
+        rule = self._rule(**{name: known[name] for name in _SETTINGS if name in known})
         self._scaling.load_state_dict({name: known[name] for name in _COUNTED if name in known})
         self._scaling.rule = rule
 
@@ -135,7 +131,7 @@ class FaceScaler:
         """Continues from a ``state_dict``, the other system's too. Does nothing if disabled.
 
         Raises:
-            TypeError: it is no dict.
+            TypeError: it is no dict, or has a text where True or False belongs.
             RuntimeError: it is empty: it was saved by a disabled scaler.
             ValueError: it is malformed. Nothing was changed.
         """
@@ -147,6 +143,17 @@ class FaceScaler:
         if missing := [key for key in self._names if key not in state_dict]:
             raise ValueError(f"a GradScaler's state dict has the keys {', '.join(self._names)}; missing: {missing}")
         self._load({name: state_dict[key] for key, name in self._names.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._scaling.between_updates:
+            raise RuntimeError("a GradScaler can be copied or pickled at the start of an iteration, or after update()")
+        return {"enabled": self._enabled, **self._state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = {name: state[key] for key, name in self._names.items()}
+        self._set_up(state["enabled"], 1.0, **{name: known[name] for name in _SETTINGS if name in known})
+        if self._enabled:
+            self._load(known)
 
     def _scale_now(self) -> float:
         return float(self._scaling.state_dict()["loss_scale"]) if self._enabled else 1.0

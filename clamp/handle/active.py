@@ -79,7 +79,7 @@ class AmpHandle:
         self._debug = debug
         self._on_shutdown = on_shutdown
         self._ended = self._has_left = False
-        self._way_out = "call handle.shutdown() first"  # what to do where AMP is to be turned on once more
+        self._way_out = "call amp.shutdown() first"  # what to do where AMP is to be turned on once more
         self._ending = threading.RLock()
 
     def _turn_on(self) -> None:

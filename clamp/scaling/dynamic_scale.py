@@ -32,7 +32,7 @@ class ScaleRule:
             between layers they are in float32.
 
     Raises:
-        ValueError: a value is none of these, as a float32.
+        ValueError: a value is none of these, as a float32. An ``initial`` beyond the limits is refused by ``amp.init``.
     """
 
     initial: float = 2.0**16

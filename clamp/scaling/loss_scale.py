@@ -24,6 +24,7 @@ import copy
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,12 @@ def check_masks(mask: int, fresh: int) -> None:
         raise ValueError(f"fresh {fresh:#b} has bits that mask {mask:#b} has not")
 
 
-def parse_state(state: Mapping[str, Any]) -> ScaleState:
-    """What ``state_dict`` returned; the errors are those of ``load_state_dict``."""
+def parse_state(state: Mapping[str, Any], called: Mapping[str, str] = MappingProxyType({})) -> ScaleState:
+    """What ``state_dict`` returned; the errors are those of ``load_state_dict``.
+
+    Args:
+        called: what messages call an entry, where its user has given it another name.
+    """
     require_state(state, "state_dict()")
     if not state:
         raise RuntimeError("the state dict is empty: it was saved while loss scaling was disabled")
@@ -82,10 +87,10 @@ def parse_state(state: Mapping[str, Any]) -> ScaleState:
     if not {"loss_scale", "unskipped"} <= state.keys() <= known:
         raise ValueError(f"a loss scale's state dict has the keys {sorted(known)}, not {sorted(state)}")
     return ScaleState(
-        positive("loss_scale", state["loss_scale"]),
-        count("unskipped", state["unskipped"]),
+        positive(called.get("loss_scale", "loss_scale"), state["loss_scale"]),
+        count(called.get("unskipped", "unskipped"), state["unskipped"]),
         count("overflow", state.get("overflow", 0), most=2**MAX_OPTIMIZERS - 1),
-        count("bad_steps", state.get("bad_steps", 0)),
+        count(called.get("bad_steps", "bad_steps"), state.get("bad_steps", 0)),
     )
 
 

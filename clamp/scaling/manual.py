@@ -340,7 +340,7 @@ class ManualScaling(bridge.Listed):
         Raises:
             ValueError: the state is malformed. Nothing was changed.
         """
-        parse_state(state)
+        parse_state(state, self.rule.called)
         self._allow(state["loss_scale"])
         self._scaler.load_state_dict(state)
         self._rounds.clear()
@@ -349,6 +349,6 @@ class ManualScaling(bridge.Listed):
         """Lets a scale below the floor, if somebody wants one, be: overflows lower no further."""
         if isinstance(scale, bool | np.bool_):
             raise ValueError(f"the loss scale must be a finite positive number, not {scale!r}")
-        rule = self._scaler.rule
-        if positive("the loss scale", scale) < rule.min and not self._scaler.lifts:
-            self._scaler.rule = replace(rule, min=scale)
+        rule, least = self._scaler.rule, positive("the loss scale", scale)
+        if least < rule.min and not self._scaler.lifts:
+            self._scaler.rule = replace(rule, min=least)

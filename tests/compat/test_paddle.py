@@ -387,7 +387,7 @@ def test_settings() -> None:
     assert GradScaler.set_incr_ratio.__doc__ == "Sets the factor by which the scale grows, above 1."
     scaler = GradScaler(use_dynamic_loss_scaling=False)
     assert not scaler.is_use_dynamic_loss_scaling()
-    with pytest.raises(ValueError, match="scale must be a number, not"):
+    with pytest.raises(ValueError, match="the loss scale must be a finite positive number, not True"):
         scaler.load_state_dict({**scaler.state_dict(), "scale": np.array([True])})
     with pytest.raises(TypeError, match="a node or a tensor"):
         scaler.scale(3.0)

@@ -5,7 +5,6 @@ docs/coming-from-pytorch.md tells the differences. ``amp.autocast`` is in test_a
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -261,7 +260,7 @@ def test_update_refuses_a_tensor_of_several_elements(queue: cl.CommandQueue) -> 
 # ---------------------------------------------------------------------------------------------- settings and state
 
 
-@pytest.mark.parametrize("scale", [2.0**-149, 1e-30, 1.0, 3, 2.0**24, 2.0**60, 3.4e38])
+@pytest.mark.parametrize("scale", [2.0**-149, 1e-40, 1e-30, 1.0, 3, 2.0**24, 2.0**60, 3.4e38])
 def test_any_finite_positive_init_scale_will_do(scale: float) -> None:
     assert amp.GradScaler(init_scale=scale).get_scale() == np.float32(scale)
 
@@ -271,17 +270,6 @@ def test_a_state_dict_of_pytorchs_loads() -> None:
     scaler = amp.GradScaler(1.0)
     scaler.load_state_dict({**saved, "_growth_tracker": 7})
     assert scaler.state_dict() == {**saved, "_growth_tracker": 7}
-
-
-def test_it_can_be_pickled_between_iterations(setup: Steps) -> None:
-    setup.backward()
-    setup.scaler.step(setup.optimizer)
-    with pytest.raises(RuntimeError, match="can be pickled at the start of an iteration"):
-        pickle.dumps(setup.scaler)
-    setup.scaler.update()
-    copy = pickle.loads(pickle.dumps(setup.scaler))
-    assert copy.state_dict() == setup.scaler.state_dict()
-    assert not pickle.loads(pickle.dumps(amp.GradScaler(enabled=False))).is_enabled()
 
 
 # ---------------------------------------------------------------------------------------------- clipping

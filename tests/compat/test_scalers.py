@@ -3,6 +3,7 @@ scale to where, and which are refused; and steps of a network with each."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 from collections.abc import Callable
@@ -356,8 +357,26 @@ def test_settings_that_make_no_sense_are_refused(name: str, value: Any, face: st
         with pytest.raises(ValueError, match=r"."):
             getattr(names.scaler(), f"set_{public}")(value)
         getattr(off, f"set_{public}")("anything")
-    state = pickle.loads(pickle.dumps(off)).state_dict() if face == "pytorch" else off.state_dict()
+    state = pickle.loads(pickle.dumps(off)).state_dict()
     assert (getattr(off, "get_scale" if face == "pytorch" else "get_loss_scaling")(), state) == (1.0, {})
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("face", OURS)
+def test_a_copy_goes_on_by_itself_from_the_start_of_an_iteration(
+    queue: cl.CommandQueue, face: str, copied: Callable[[Any], Any]
+) -> None:
+    names, settings = FACES[face], {"scale": 2.0**10, "every": 7}
+    run, new = Run(queue, face, **settings), names(**settings).one
+    run.calls("b s")
+    with pytest.raises(RuntimeError, match="can be copied or pickled at the start of an iteration"):
+        copied(run.scaler.one)
+    run.scaler.one.update()
+    another, saved = copied(run.scaler.one), run.scaler.one.state_dict()
+    run.scaler.set_scale(2.0**3)
+    assert another.state_dict() == saved == {**new.state_dict(), names.tracker: 1}
+    getters = [name for name in dir(new) if name.startswith("get_")]
+    assert [getattr(another, name)() for name in getters] == [getattr(new, name)() for name in getters]
 
 
 @pytest.mark.parametrize("face", OURS)

@@ -75,9 +75,9 @@ def test_disabled_changes_no_attribute() -> None:
 
 def test_a_handle_is_not_turned_off_by_the_way(queue: cl.CommandQueue) -> None:
     with amp.init() as handle:
-        with pytest.raises(RuntimeError, match=r"enabled=False\) was called while a handle is active: call handle"):
+        with pytest.raises(RuntimeError, match=r"enabled=False\) was called while a handle is active: call amp"):
             amp.init(enabled=False)
-        with pytest.raises(RuntimeError, match=r"init\(\) was called while a handle is active: call handle\.shutdown"):
+        with pytest.raises(RuntimeError, match=r"init\(\) was called while a handle is active: call amp\.shutdown"):
             amp.init()
         assert handle.is_active()
     assert not amp.init(enabled=False).is_active()
