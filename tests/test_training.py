@@ -101,6 +101,31 @@ def test_the_tape_and_the_node_give_the_same_gradients(queue: cl.CommandQueue) -
     assert_same(by_tape, gradients(model.parameters()))
 
 
+ON_LOSSES: dict[str, Callable[[Node], Node]] = {
+    "times": lambda loss: loss * 2.0**-7,
+    "over": lambda loss: loss / 128.0,
+    "weighted": lambda loss: loss * 2.0**-8 + loss * 2.0**-8,
+    "mean": lambda loss: ag.mean(ag.stack([loss, loss], axis=0)) * 2.0**-7,
+    "chosen": lambda loss: ag.maximum(ag.relu(loss), 0.0) * 2.0**-7,
+}
+
+
+@pytest.mark.parametrize("name", ON_LOSSES)
+@pytest.mark.parametrize("size", [2.0**23, 1.0])  # float16 ends below 2^16, and 2^16 is the first loss scale
+def test_arithmetic_on_losses_is_not_in_16_bits_at_o2(queue: cl.CommandQueue, name: str, size: float) -> None:
+    model, data = mlp(queue, 16, 32, 1), batch(queue, 64, 16, 1)
+    optimizer = SGD(model.parameters())
+    amp.decorate(model, optimizer)
+    with amp.init(level="O2") as handle:
+        loss = ag.mean(ag.square(model(ag.tensor(data[0])))) * 0.0 + size
+        scaled_backward(handle, ON_LOSSES[name](loss), optimizer)
+        optimizer.step()
+    got = ON_LOSSES[name](loss).value
+    assert got.dtype == "float32"
+    assert got.to_host()[0] == size / 128
+    assert (handle.last_step.stepped, handle.last_step.repeats) == (True, 0)
+
+
 def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:
     data = batch(queue, 32, 16, 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import prod
 from typing import Any
 
 from clamp import bridge
@@ -265,6 +266,26 @@ class Half(Policy):
         if bridge.is_weight(value):
             return Operand(x, cast(value, self.dtype))
         return Operand(x, cast(value, self.dtype)) if bridge.needs_grad(x) else InputOperand(x, self.dtype)
+
+
+class HalfButNumbers(Half):
+    """As Half, but tensors of one element are read as they are, as Promote does: level O2 of what the lists promote or
+    match.
+
+    A loss is such a number. Divided by the rows of the batch, weighted, or added to another one in float16 it would be
+    inf beyond 65504, at any loss scale, or 0; and in backward so would the loss scale be, which is 2^16 at first.
+    """
+
+    def operands(self, *xs: Any) -> tuple[Operand, ...]:
+        if any(prod(owned_value(x).shape) != 1 for x in xs):
+            return super().operands(*xs)
+        operands = tuple(Operand(x, x.value) for x in xs)
+        bridge.require_same_queue(self.function, *[operand.value for operand in operands])
+        return operands
+
+    def result_dtype(self, *operands: Operand) -> str:
+        is_number = all(prod(operand.shape) == 1 for operand in operands)
+        return widest(*(operand.dtype for operand in operands)) if is_number else self.dtype
 
 
 POLICIES: dict[CastPolicy, type[Policy]] = {

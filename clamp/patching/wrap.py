@@ -26,8 +26,8 @@ import pyopencl as cl
 from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, canonical_dtype, on_device
 from clamp.casting.arguments import casts_to, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
-from clamp.casting.policies import POLICIES, Promote
-from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
+from clamp.casting.policies import POLICIES, HalfButNumbers, Promote
+from clamp.casting.policy_table import CastPolicy, Entry, default_table, netcl_defects, netcl_misreads
 from clamp.casting.regions import Region, called_in, casting_region, current_region, in_region
 from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
@@ -202,7 +202,10 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     policy = region.policy_of(entry)
     if policy is CastPolicy.BANNED and not region.allow_banned:
         raise RuntimeError(banned_message(entry))
-    casting = region.castings[entry.name] = POLICIES[policy].at_work(region, entry.function).of(entry.function)
+    kind = POLICIES[policy]
+    if policy is CastPolicy.HALF and default_table().policy_of(entry) in (CastPolicy.PROMOTE, CastPolicy.MATCH):
+        kind = HalfButNumbers
+    casting = region.castings[entry.name] = kind.at_work(region, entry.function).of(entry.function)
     return casting
 
 
