@@ -167,6 +167,9 @@ def of_queue(wrapped: Any, instance: None, /, queue: Any) -> PersistentBufferPoo
     return bridge.pool_of(queue, wrapped)
 
 
+BEFORE_REMOVAL.append(bridge.keep_as_netcl)
+
+
 @replaces("netcl.core.memory.cl")
 class _Allocating:
     """pyopencl as netcl's pools see it: where memory is short, the error says what holds it."""
@@ -182,7 +185,8 @@ class _Allocating:
         return self._allocate(self._cl.Buffer, *args, **kwargs)
 
     def fsvm_empty(self, context: cl.Context, shape: int, dtype: Any) -> Any:
-        """Shared virtual memory, in an array."""
+        """Shared virtual memory, in an array, where a pool has none that is free."""
+        bridge.free_in_turn(context)
         return self._allocate(self._cl.fsvm_empty, context, shape, dtype)
 
     def _allocate(self, allocate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

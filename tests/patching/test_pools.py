@@ -90,3 +90,16 @@ def test_memory_that_does_not_come_back_is_freed_in_its_turn(queues: list[cl.Com
     new = [tensor for tensor in tensors if isinstance(tensor.buffer, cl.SVM)]
     assert len(new) == (len(tensors) if pool._use_svm else 0)
     assert queue.reference_count == held + len(new), "each holds the queue in whose order it is freed"
+
+
+def test_more_tensors_of_one_size_than_netcls_pool_keeps_take_memory_once(queues: list[cl.CommandQueue]) -> None:
+    pool = memory.get_persistent_pool(queues[0])
+    kept = pool.max_buffers_per_bucket
+    taken = []
+    with amp.init():
+        for _ in range(5):  # as in a training without a wait for the whole queue, for which netcl's waits
+            held = [bridge.empty(queues[0], SHAPE, "float32") for _ in range(kept + 30)]
+            del held
+            taken.append((pool.stats.misses, bridge.free_bytes()))
+    assert taken[2:] == taken[2:3] * 3
+    assert pool.max_buffers_per_bucket == kept
