@@ -100,7 +100,7 @@ def test_a_scaler_in_it_is_that_of_the_day(queue: cl.CommandQueue, kind: str, ma
 
 @pytest.mark.parametrize("scaled_by", ["the handle", "a scaler"])
 def test_an_evaluation_after_a_step_reads_the_weights_of_the_day(queue: cl.CommandQueue, scaled_by: str) -> None:
-    """Where the recorded step was skipped, too, which leaves copies of weights that an evaluation before it has made."""
+    """Where the recorded step was skipped, too, which leaves copies of weights that an evaluation before it made."""
 
     def prepare(run: Run) -> None:
         run.fixed, run.scaler = to_device(queue, BATCHES[0]), amp.GradScaler(init_scale=2.0**6)
