@@ -13,7 +13,9 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager, undoing
 from clamp.ops.arguments import shown
+from clamp.ops.loss_scale import scale_lock
 from clamp.params import masters
+from clamp.params.delivery import is_trained_by_another_thread
 from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weight_cache
 from clamp.scaling.loss_scale import LossScale
@@ -60,7 +62,7 @@ def same_start(*reached: Any) -> Iterator[None]:
             undo.callback(vars(scaler).update, dict(vars(scaler)))
         for one in bridge.living(LossScale):
             if one.scales:
-                undo.callback(_on_device, one.load_state_dict, one.state_dict())
+                undo.callback(_on_device, _set_back, one, one.state_dict())
         yield
 
 
@@ -70,7 +72,8 @@ def dry_run(
     instead: Callable[[Any, bool], Any] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside the ``with``, optimizers do not step in this thread; at its end gradients, loss scales, what belongs to
-    the next step, the statistics of layers (a batch norm's) and random generators are what they were.
+    the next step, the statistics of layers (a batch norm's) and random generators are what they were. Other threads may
+    go on training.
 
     What a step writes besides, into files, say, or into parameters by hand, stays.
 
@@ -83,14 +86,13 @@ def dry_run(
     reached = list(bridge.in_reach(step))
     with undoing() as undo:
         undo.enter_context(same_start(*reached))
-        for group in bridge.living(StepGuards):  # another thread's overflow may be lost with its scale's state
+        for group in bridge.living(StepGuards):
             undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
         undo.callback(_hear_anew, {guard: guard.heard() for guard in guards})
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
         for tensor in _trained(guards, [*reached, *in_modules]):
-            undo.callback(note_shared, tensor, last_shared(tensor))
-            undo.callback(setattr, tensor, "grad", tensor.grad)
+            undo.callback(_give_back, tensor, tensor.grad, last_shared(tensor))
         for tensor in {id(x): x for x in in_modules if not bridge.is_weight(x)}.values():  # the statistics of layers
             undo.callback(_on_device, bridge.write_bytes, tensor, bridge.read_bytes(tensor))
         if scale is not None:
@@ -113,10 +115,33 @@ def _trained(guards: list[StepGuard], reached: list[Any]) -> list[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
+# What another thread trains meanwhile is none of the step's: its gradients, passes and overflows stay.
+
+
 def _hear_anew(heard: Mapping[StepGuard, Mapping[str, Any]]) -> None:
     """The steps to come are told of the passes of before; of none, where an optimizer has met its first pass since."""
     for guard in bridge.living(StepGuard):
-        guard.hear_anew(heard.get(guard))
+        if not _is_another_threads(guard):
+            guard.hear_anew(heard.get(guard))
+
+
+def _is_another_threads(guard: StepGuard) -> bool:
+    optimizer = guard.optimizer
+    return optimizer is not None and any(map(is_trained_by_another_thread, masters.stepped(optimizer)))
+
+
+def _give_back(tensor: Tensor, grad: Tensor | None, shared: Any) -> None:
+    if not is_trained_by_another_thread(bridge.model_parameter(tensor)):
+        tensor.grad = grad
+        note_shared(tensor, shared)
+
+
+def _set_back(scaler: LossScale, state: Mapping[str, Any]) -> None:
+    guards = [guard for guard in bridge.living(StepGuard) if scaler in guard.pending and _is_another_threads(guard)]
+    kept = sum({guard.mask for guard in guards})
+    with scale_lock:
+        overflow = state["overflow"] & ~kept | scaler.read().overflow & kept
+        scaler.load_state_dict({**state, "overflow": overflow})
 
 
 def _on_device(write: Callable[..., object], *args: Any) -> None:

@@ -315,8 +315,13 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
 
 def is_another_threads(tensor: Tensor) -> bool:
     """Returns whether another thread, which is alive, has given a tensor the gradient that it has."""
+    return tensor.grad is not None and is_trained_by_another_thread(tensor)
+
+
+def is_trained_by_another_thread(tensor: Tensor) -> bool:
+    """Returns whether another thread, which is alive, was the last to give a tensor a gradient, which may be gone."""
     by = getattr(tensor, "_given_by", None)
-    here = tensor.grad is None or by in (None, threading.get_ident())
+    here = by in (None, threading.get_ident())
     return not here and any(thread.ident == by for thread in threading.enumerate())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -173,6 +174,27 @@ def test_a_call_that_fails_in_a_step_that_is_looked_at_changes_nothing(queue: cl
         if calls.failed is None:
             break
     assert 20 < number < 199
+
+
+@pytest.mark.parametrize("size", [0.5, 2.0**40], ids=["finite", "overflowing"])
+@pytest.mark.parametrize("look", ["explain", "ranges", "memory"])
+def test_what_another_thread_trains_while_a_step_is_looked_at_stays(
+    queue: cl.CommandQueue, look: str, size: float
+) -> None:
+    """Its gradients, its pass, and what that has met."""
+    task, other = Task(queue), Task(queue)
+    with ThreadPoolExecutor(1) as thread, amp.init(on_overflow="skip") as handle:
+        thread.submit(other.step, handle).result()
+
+        def step() -> None:
+            thread.submit(other.optimizer.zero_grad).result()
+            thread.submit(other.backward, handle, size).result()
+            task.step(handle)
+
+        getattr(handle, look)(step)
+        thread.submit(other.optimizer.step).result()
+        assert handle.last_step.stepped is (size == 0.5)
+    assert (task.moved, other.moved) == (0, 1.5 if size == 0.5 else 1)
 
 
 @pytest.mark.parametrize("debug", ["attribution", None])
