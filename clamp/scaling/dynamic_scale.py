@@ -180,29 +180,60 @@ class DynamicLossScale(LossScale):
         return value
 
 
+class Late:
+    """What is to be heard of a pass when somebody needs to know, once, by whichever thread is the first.
+
+    Args:
+        settle: waits for what has become of the pass. Called again, where it has raised an error.
+    """
+
+    def __init__(self, settle: Callable[[], object]) -> None:
+        self._settle: Callable[[], object] | None = settle
+        self._lock = threading.RLock()  # who needs the gradients waits for those who make them: one for each pass
+
+    def hear(self) -> None:
+        """Hears it, or waits until another thread has."""
+        with self._lock:
+            if self._settle is not None:
+                self._settle()
+                self._settle = None
+
+    def forget(self) -> None:
+        """Nobody hears it."""
+        self._settle = None
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.late: list[Callable[[], object]] = []
+        self.late: list[Late] = []
         self.is_settling = False
 
 
 _thread = of_threads(_Thread())
 
 
-def settle_later(settle: Callable[[], object]) -> None:
-    """Lets this thread call ``settle()``, which waits for what has become of a pass, when somebody needs to know."""
-    _thread.late.append(settle)
+def settle_later(settle: Callable[[], object]) -> Late:
+    """Lets this thread call ``settle()``, which waits for what has become of a pass, when somebody needs to know; or
+    another one, by what this returns."""
+    _thread.late.append(Late(settle))
+    return _thread.late[-1]
 
 
-def settle_late() -> None:
+def settle_late(another: Late | None = None) -> None:
     """Hears what has become of this thread's passes, before their gradients are used, or what their graphs read is
-    written to."""
-    if not _thread.late or _thread.is_settling:  # a repeat writes to tensors, too
+    written to.
+
+    Args:
+        another: a pass, of another thread it may be.
+    """
+    if not (_thread.late or another) or _thread.is_settling:  # a repeat writes to tensors, too
         return
     with holding(_thread, "is_settling", True):
         while _thread.late:
-            _thread.late[0]()
+            _thread.late[0].hear()
             _thread.late.pop(0)
+        if another is not None:
+            another.hear()
 
 
 def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
@@ -219,7 +250,8 @@ def is_anything_late() -> bool:
 
 def forget_late() -> None:
     """Nobody hears what has become of this thread's passes."""
-    _thread.late.clear()
+    while _thread.late:
+        _thread.late.pop().forget()
 
 
 def make_loss_scale(loss_scale: str | float | ScaleRule, dtype: str) -> LossScale:

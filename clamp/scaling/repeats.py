@@ -77,7 +77,9 @@ class Repeats:
             if heard == [guard.token for guard in self._guards]:
                 self._settle()
 
-        settle_later(late)
+        settles = settle_later(late)
+        for guard in self._guards:
+            guard.late = settles
 
     def _settle(self) -> None:
         """Reads what has become of the pass, and repeats its backward if it has overflowed.

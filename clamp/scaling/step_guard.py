@@ -23,7 +23,7 @@ from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates
 from clamp.params.masters import pairs
-from clamp.scaling.dynamic_scale import settle_late
+from clamp.scaling.dynamic_scale import Late, settle_late
 from clamp.scaling.loss_scale import MAX_OPTIMIZERS, LossScale
 from clamp.scaling.step_report import (
     NonFinite,
@@ -67,6 +67,7 @@ class StepGuard(bridge.Listed):
         self.pending: Mapping[LossScale, float] = {}
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
         self.passes = self.passes_before = 0  # since the last step, and between the two before
+        self.late: Late | None = None  # what has become of the last of them, if that is yet to be heard
         self.repeats = 0  # of backwards since the last step, at lower scales than they began with
         self._skips_in_vain = 0  # in a row, of which no lower scale would have kept any
         self._last_skip = object()
@@ -117,7 +118,7 @@ class StepGuard(bridge.Listed):
         params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
         if prepare is not None and pending and not found:  # masters get their gradients only if the step is made
             prepare()
-        settle_late()
+        settle_late(self.late)
         states = [scaler.verdict() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:
             self.pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
@@ -161,7 +162,7 @@ class StepGuard(bridge.Listed):
         """The passes since the last step, and what they met, are no step's: their gradients go."""
         if self.pending:
             settle_late()
-            self.pending, self.passes, self.repeats, self.token = {}, 0, 0, object()
+            self.pending, self.passes, self.repeats, self.token, self.late = {}, 0, 0, object(), None
 
     def heard(self) -> dict[str, Any]:
         """What is known of the passes since the last step, as ``hear_anew`` takes it."""
@@ -172,7 +173,7 @@ class StepGuard(bridge.Listed):
         vars(self).update(_NOTHING_HEARD if heard is None else heard)
 
     def _forget(self) -> None:
-        self.pending = {}
+        self.pending, self.late = {}, None
         self.passes_before, self.passes = self.passes, 0
         _passed.discard(id(self.optimizer))
         self.token = object()

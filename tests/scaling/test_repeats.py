@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.cast import cast_into
 from clamp.ops.loss_scale import DeviceState
-from clamp.scaling.dynamic_scale import DynamicLossScale
+from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
 from clamp.scaling.repeats import Repeats
 from tests.faults.check import as_python_does
 from tests.networks import Task, batch, mlp, scaled_backward, weights_of
@@ -756,3 +756,41 @@ def test_passes_of_tasks_that_take_turns_are_repeated(task: Task, handle: amp.Am
     asyncio.run(tasks())
     assert [report.reason for report in handle.history if not report.stepped] == []
     assert (task.moved, other.moved) == (size, size)
+
+
+def test_a_step_that_another_thread_makes_than_its_pass_is_repeated(task: Task, handle: amp.AmpHandle) -> None:
+    sizes = [2.0**-4, 2.0**-4, 2.0**4, 2.0**-4, 2.0**4]
+    with ThreadPoolExecutor(1) as thread:
+        for size in sizes:
+            thread.submit(task.backward, handle, size).result()
+            task.optimizer.step()
+            task.optimizer.zero_grad()
+    assert [report.repeats > 0 for report in handle.history if report.stepped] == [size > 1 for size in sizes]
+    assert task.moved == sum(sizes)
+
+
+def test_a_step_waits_for_the_repeat_that_another_thread_makes(task: Task, handle: amp.AmpHandle) -> None:
+    """It would meet the gradients of a scale that is tried, and clear them while the next ones come."""
+    calls, steps = list[None](), list[Future[None]]()
+    with ThreadPoolExecutor(1) as stepping:
+
+        def step() -> None:
+            task.optimizer.step()
+            task.optimizer.zero_grad()
+
+        def block(x: Node) -> Node:
+            calls.append(None)
+            if len(calls) == 3:  # forward, backward, and here a repeat
+                steps.append(stepping.submit(step))
+                wait(steps, timeout=0.2)
+            return ag.mul(x, 1.0)
+
+        for _ in range(2):
+            task.backward(handle, 2.0**-4)
+            stepping.submit(step).result()
+        scaled_backward(handle, checkpointed(task, block, 2.0**20), task.optimizer)
+        settle_late()
+        steps[0].result()
+    assert handle.last_step.stepped
+    assert task.moved == 2.0**-3 + 2.0**20
+    assert task.weight.grad is None
