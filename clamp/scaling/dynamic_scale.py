@@ -180,7 +180,7 @@ class DynamicLossScale(LossScale):
         return value
 
 
-class Late:
+class Outcome:
     """What is to be heard of a pass when somebody needs to know, once, by whichever thread is the first.
 
     Args:
@@ -205,21 +205,21 @@ class Late:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.late: list[Late] = []
+        self.late: list[Outcome] = []
         self.is_settling = False
 
 
 _thread = of_threads(_Thread())
 
 
-def settle_later(settle: Callable[[], object]) -> Late:
+def settle_later(settle: Callable[[], object]) -> Outcome:
     """Lets this thread call ``settle()``, which waits for what has become of a pass, when somebody needs to know; or
     another one, by what this returns."""
-    _thread.late.append(Late(settle))
+    _thread.late.append(Outcome(settle))
     return _thread.late[-1]
 
 
-def settle_late(another: Late | None = None) -> None:
+def settle_late(another: Outcome | None = None) -> None:
     """Hears what has become of this thread's passes, before their gradients are used, or what their graphs read is
     written to.
 

@@ -23,7 +23,7 @@ from clamp.ops.loss_scale import DeviceState, ScaleState
 from clamp.ops.multi_tensor import check_
 from clamp.params import gradient_marks, graphs, masters, updates
 from clamp.params.masters import pairs
-from clamp.scaling.dynamic_scale import Late, settle_late
+from clamp.scaling.dynamic_scale import Outcome, settle_late
 from clamp.scaling.loss_scale import MAX_OPTIMIZERS, LossScale
 from clamp.scaling.step_report import (
     NonFinite,
@@ -67,7 +67,7 @@ class StepGuard(bridge.Listed):
         self.pending: Mapping[LossScale, float] = {}
         self.token = object()  # stands in the marks of gradients for this guard, as long as what it heard counts
         self.passes = self.passes_before = 0  # since the last step, and between the two before
-        self.late: Late | None = None  # what has become of the last of them, if that is yet to be heard
+        self.late: Outcome | None = None  # what has become of the last of them, if that is yet to be heard
         self.repeats = 0  # of backwards since the last step, at lower scales than they began with
         self._skips_in_vain = 0  # in a row, of which no lower scale would have kept any
         self._last_skip = object()
