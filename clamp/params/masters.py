@@ -13,13 +13,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.interrupts import Flag, contextmanager, holding, of_threads, uninterrupted
+from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
@@ -442,12 +441,10 @@ def showing_masters(params: Iterable[Tensor], *, load: bool = False) -> Iterator
     """
     narrow = [param for param in params if param.dtype in HALF_DTYPES and bridge.on_device(param)]
     wide = [bridge.master_of(param) or cast(param, "float32") for param in narrow]
-    try:
-        with ExitStack() as stack:
-            for param, master in zip(narrow, wide, strict=True):
-                stack.enter_context(bridge.showing(param, master))
-            yield
-    finally:
-        for param, master in zip(narrow, wide, strict=True) if load else ():
-            write_back(master, param)
-            weight_cache.drop(param)
+    with undoing() as undo:
+        for param, master in zip(narrow, wide, strict=True) if load else ():  # each, where that of another fails
+            undo.callback(weight_cache.drop, param)
+            undo.callback(write_back, master, param)
+        for param, master in zip(narrow, wide, strict=True):
+            undo.enter_context(bridge.showing(param, master))
+        yield

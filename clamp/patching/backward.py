@@ -7,7 +7,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from clamp.casting.operands import cast_node
 from clamp.casting.regions import around_here, called_in, current_region
 from clamp.casting.results import RESULTS
 from clamp.functions import recompute
-from clamp.interrupts import holding
+from clamp.interrupts import holding, undoing
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, graphs, penalties
@@ -352,10 +351,10 @@ def _reading_widened(
     """``backward`` with what it closes over, nodes and bare tensors, showing widened values while it runs."""
 
     def with_swapped_values(grad: Tensor) -> list[Tensor | None]:
-        with ExitStack() as stack:
+        with undoing() as undo:
             for x, wide in swaps:
                 is_node = isinstance(x, Node)
-                stack.enter_context(holding(x, "value", wide.value) if is_node else bridge.showing(x, wide.value))
+                undo.enter_context(holding(x, "value", wide.value) if is_node else bridge.showing(x, wide.value))
             return backward(grad)
 
     return with_swapped_values

@@ -23,8 +23,9 @@ from clamp.params import masters, updates
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.loss_scale import LossScale
 from tests.faults.check import as_python_does
+from tests.faults.inject import Events
 from tests.networks import LR, Task, mlp, weights_of
-from tests.reference import to_device
+from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -167,6 +168,44 @@ def test_a_parameter_that_there_is_no_memory_for_in_16_bits_is_as_it_was(queue: 
     assert handle is not None
     assert param.pool_handle is handle, "its memory stays its own"
     np.testing.assert_array_equal(param.to_host(), value)
+
+
+def test_a_saving_leaves_parameters_as_they_were(queue: cl.CommandQueue) -> None:
+    """Wherever Ctrl-C comes at its end, and while its traceback holds the frames."""
+    model, count = amp.decorate(mlp(queue, 4, 4)), 0
+    for place in (None, *range(60)):
+        events = Events(None if place is None else ("save", count - 1 - place))
+        try:
+            with as_python_does(), events.counted():
+                events.phase = "save"
+                model.state_dict()
+                events.phase = ""
+        except KeyboardInterrupt:
+            events.phase = ""
+            assert {param.dtype for param in model.parameters()} == {"float16"}, events.where
+        count = count or events.counts["save"]
+        assert (place is None) == (events.where is None)
+
+
+def test_parameters_follow_their_masters_where_another_fails_to(queue: cl.CommandQueue) -> None:
+    model, other = (amp.decorate(mlp(queue, 4, 4, 4, seed=seed)) for seed in (1, 2))
+    state, own, fails = other.state_dict(), masters.write_back, iter([True])
+
+    def write_back(*given: Any) -> None:
+        if next(fails, False):
+            raise MemoryError
+        own(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(masters, "write_back", write_back)
+        with pytest.raises(MemoryError):
+            model.load_state_dict(state)
+    behind = [
+        param
+        for param in model.parameters()
+        if (to_numpy(param) != to_numpy(bridge.master_of(param)).astype(np.float16)).any()
+    ]
+    assert len(behind) == 1
 
 
 def test_a_parameter_keeps_its_bits_in_a_master(task: Task) -> None:
