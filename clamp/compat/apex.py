@@ -17,7 +17,7 @@ from clamp.casting.policy_table import check_dtype
 from clamp.casting.regions import InitCall, Region, given_to
 from clamp.compat.scalers import require_number
 from clamp.handle import NoOpHandle
-from clamp.models import as_list, cast_calls, to_16_bit
+from clamp.models import as_list, cast_calls, dtypes_of, to_16_bit
 from clamp.ops.arguments import whole_number, yes_or_no
 from clamp.params.masters import require_kept, require_steppable
 from clamp.scaling.dynamic_scale import DynamicLossScale, ScaleRule
@@ -148,12 +148,7 @@ def initialize(
         )
     make_scaler = _scaler_maker(chosen.loss_scale, min_loss_scale, max_loss_scale)
     for model in model_list:
-        for index, param in enumerate(model.parameters()):
-            if param.dtype in HALF_DTYPES:
-                raise ValueError(
-                    f"parameter {index} of {type(model).__name__} is {canonical_dtype(param.dtype)}, expected float32: "
-                    "amp.initialize casts the model itself, do not cast it before"
-                )
+        _require_float32(model, chosen)
     require_steppable(optimizer_list, require_kept(chosen.master_weights, "master_weights"))
     if verbosity:
         _print(opt_level, chosen)
@@ -165,22 +160,41 @@ def initialize(
         chosen.patch_netcl, compute, policies, level=opt_level, init_call=init_call,
         modules=ModuleRules(rules) if rules else None,
     )  # fmt: skip
-    session.start(region, make_scaler, num_losses)
     outputs = cast_model_outputs or (chosen.cast_model_type and "float32")
-    for model in model_list if outputs is not None else ():
-        cast_calls(model, chosen.cast_model_type, outputs)
+    try:
+        session.start(region, make_scaler, num_losses)
+        for model in model_list if outputs is not None else ():
+            cast_calls(model, chosen.cast_model_type, outputs)
+            if chosen.cast_model_type in HALF_DTYPES:
+                to_16_bit(
+                    model,
+                    chosen.cast_model_type,
+                    optimizer_list,
+                    keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
+                    keep_master=chosen.master_weights or False,
+                    seed=seed,
+                )
         if chosen.cast_model_type in HALF_DTYPES:
-            to_16_bit(
-                model,
-                chosen.cast_model_type,
-                optimizer_list,
-                keep_batch_norm=bool(chosen.keep_batchnorm_fp32),
-                keep_master=chosen.master_weights or False,
-                seed=seed,
-            )
-    if chosen.cast_model_type in HALF_DTYPES:
-        session.guard_masters(optimizer_list)
+            session.guard_masters(optimizer_list)
+    except BaseException:  # no memory, Ctrl-C: another call may go on from here
+        session.shutdown()
+        raise
     return result
+
+
+def _require_float32(model: Any, chosen: Properties) -> None:
+    """Raises ValueError for a model with 16-bit parameters, but for those that an earlier call made of this one's
+    dtype: they have masters, and that call may not have come to its end."""
+    dtype = chosen.cast_model_type or "float32"
+    is_begun = getattr(type(model), "_input_dtype", None) == dtype
+    for index, (_, param, wanted) in enumerate(
+        dtypes_of(model, dtype, keep_batch_norm=bool(chosen.keep_batchnorm_fp32))
+    ):
+        if param.dtype in HALF_DTYPES and not (is_begun and wanted in HALF_DTYPES):
+            raise ValueError(
+                f"parameter {index} of {type(model).__name__} is {canonical_dtype(param.dtype)}, expected float32: "
+                "amp.initialize casts the model itself, do not cast it before"
+            )
 
 
 def _properties(opt_level: str, dtype: str, overrides: dict[str, Any]) -> Properties:

@@ -16,8 +16,8 @@ import pytest
 from netcl import autograd as ag
 from netcl.optim import SGD
 
-from clamp import amp, bridge
-from clamp.compat import paddle
+from clamp import amp, bridge, session
+from clamp.compat import apex, paddle
 from clamp.compat.oneflow import Graph
 from clamp.params import masters, updates
 from clamp.scaling.dynamic_scale import DynamicLossScale
@@ -45,6 +45,10 @@ def _interrupted_after(owner: Any, name: str) -> Iterator[None]:
         patched.setattr(owner, name, run)
         with as_python_does(), pytest.raises(KeyboardInterrupt):
             yield
+
+
+def _no_memory() -> None:
+    raise MemoryError
 
 
 @pytest.fixture
@@ -206,6 +210,27 @@ def test_parameters_follow_their_masters_where_another_fails_to(queue: cl.Comman
         if (to_numpy(param) != to_numpy(bridge.master_of(param)).astype(np.float16)).any()
     ]
     assert len(behind) == 1
+
+
+@pytest.mark.parametrize("name", ["cast_calls", "to_16_bit"])
+def test_what_initialize_has_begun_it_goes_on_with(task: Task, name: str) -> None:
+    """A second call gives what one gives that nothing has ended."""
+
+    class Model:
+        def parameters(self) -> list[Any]:
+            return [task.weight]
+
+    model = Model()
+    task.weight.write(value := np.full(task.weight.shape, 1 + 2**-20, np.float32))
+    with pytest.MonkeyPatch.context() as patched:
+        own = getattr(apex, name)
+        patched.setattr(apex, name, Mock(side_effect=lambda *given, **more: (own(*given, **more), _no_memory())))
+        with pytest.raises(MemoryError):
+            amp.initialize(model, task.optimizer, opt_level="O2", verbosity=0)
+    assert session.active_handle() is None
+    amp.initialize(model, task.optimizer, opt_level="O2", verbosity=0)
+    assert task.weight.dtype == "float16"
+    np.testing.assert_array_equal(task.optimizer.params[0].to_host(), value)
 
 
 def test_a_parameter_keeps_its_bits_in_a_master(task: Task) -> None:
