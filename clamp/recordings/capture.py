@@ -28,7 +28,7 @@ from netcl.runtime.capture import CapturedKernelLaunch, KernelCapture, _tls
 
 from clamp import bridge
 from clamp.bridge import Address, Seen, Tensor, address_of, living_tensors
-from clamp.interrupts import With
+from clamp.interrupts import With, uninterrupted
 from clamp.opencl.host_steps import is_host_value, recorder, refuse, set_recorder, unrecorded, value_now
 from clamp.ops import transfer
 from clamp.params.weight_cache import Together, weight_cache
@@ -178,13 +178,13 @@ class _Recording:
         """Gives the memory back: there is no replay any more. After an interrupt in it, once more does the rest."""
         memory.keepers.discard(self.keeps)
         try:
-            for pool in self._pools.values():
-                pool.close()
-            while self._kept:
-                pool, handle = self._kept[-1]
-                pool.release(handle)
-                self._kept.pop()
-            self._pools = {}
+            with uninterrupted():  # what a pool was given twice it would give to two
+                for pool in self._pools.values():
+                    pool.close()
+                while self._kept:
+                    pool, handle = self._kept.pop()
+                    pool.release(handle)
+                self._pools = {}
         finally:
             memory.unwatch_pools()
 

@@ -25,7 +25,8 @@ from clamp.bridge import Node, Tensor
 from clamp.opencl import host_steps
 from clamp.recordings import capture, function
 from clamp.recordings.memory import keepers
-from tests.faults.inject import is_in_a_finalizer
+from tests.faults.check import as_python_does
+from tests.faults.inject import Events, is_in_a_finalizer
 from tests.reference import to_device
 
 ROOMS = (*(str(Path(str(module.__file__)).parent) for module in (capture, function)), host_steps.__file__)
@@ -210,6 +211,24 @@ def test_a_graph_that_is_gone_ends_its_recording(queue: cl.CommandQueue) -> None
     before = patched()
     _cut(Cut([]), layer, x)
     assert_as(before)
+
+
+def test_memory_of_a_recording_is_handed_over_once(queue: cl.CommandQueue) -> None:
+    """An interrupted end is made once more: what is handed over twice would be two tensors' at a time."""
+    layer, x = Linear(queue, 6, 5), to_device(queue, X)
+    pool, place, where = bridge.empty(queue, (64,), "float32").pool_handle.pool, 0, ""
+    while where is not None:
+        made, events = CompiledGraph([]), Events(("end", place), "line")
+        with made:
+            out = layer(bridge.Node(value=x))
+            del out
+        with suppress(KeyboardInterrupt), as_python_does(), events.counted():
+            events.phase = "end"
+            made.capture.clear()
+        events.phase, where, place = "", events.where, place + 1
+        free = [id(one) for known in (pool._free, pool._svm_free) for held in known.values() for one in held]
+        assert len({*free}) == len(free), where
+    assert place > 20
 
 
 class _Holder:
