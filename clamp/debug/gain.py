@@ -63,9 +63,10 @@ class OpTimer(OpCounter):
         with in_region(region), undoing() as undo:
             undo.callback(self.stop)
             self.start()
-            with self._meter, self._recorder:
-                step()
-                _finish(queues)
+            for watcher in (self._meter, self._recorder):  # a `with` would not leave one that Ctrl-C has kept it from
+                undo.push(watcher).__enter__()
+            step()
+            _finish(queues)
         seconds = self._recorder.seconds
         for key in self._counts:
             self.took(key, 0.0)  # also of one without a launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,11 +21,13 @@ from clamp.bridge import HALF_DTYPES
 from clamp.casting.results import RESULTS
 from clamp.debug.gain import Side, Trial, slower_functions
 from clamp.debug.op_counter import OpCounter, OpRow
+from clamp.debug.profiler import Profiler
 from clamp.debug.summary import judge, notes
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import CAST, LISTENERS
 from clamp.ops.optimizer_step import COPY
 from clamp.report import read_run
+from tests.faults.check import as_python_does
 from tests.networks import Task, Training, batch, loss_of, mlp, step, stepping, weights_of
 from tests.reference import to_device
 
@@ -53,6 +56,24 @@ def off() -> Any:
     amp.shutdown()
     assert LISTENERS == []
     assert not RESULTS.observers
+
+
+@pytest.mark.parametrize("name", ["_wrap", "__exit__"])
+def test_ctrl_c_leaves_nothing_over_pyopencl(
+    queue: cl.CommandQueue, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, own, signals = Run(queue), getattr(Profiler, name), iter([None, None, signal.SIGINT])
+    before = {key: id(value) for key, value in vars(cl).items()}
+
+    def interrupted(*given: Any) -> None:
+        if (number := next(signals, None)) is not None:
+            signal.raise_signal(number)
+        own(*given)
+
+    monkeypatch.setattr(Profiler, name, interrupted)
+    with as_python_does(), pytest.raises(KeyboardInterrupt):
+        run.handle.summary(run.step)
+    assert {key: id(value) for key, value in vars(cl).items()} == before
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
