@@ -224,6 +224,8 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"custom_black_list takes a list of names, not one": lambda: amp.auto_cast(custom_black_list="relu"),
         r"custom_white_list takes names of functions, .* got 3": lambda: amp.init(custom_white_list=[3]),
         r"lists takes the path of a list file, got 3": lambda: amp.init(lists=3),
+        r"compare_accuracy: tolerance is 'x'": lambda: amp.debugging.compare_accuracy(len, tolerance="x"),
+        r"TensorCheckerConfig: enable is 'no'": lambda: amp.debugging.TensorCheckerConfig("no"),
         r"debug must be None, .* got 3": lambda: amp.init(debug=3),
         r"pass the module or class that has the function": lambda: amp.register_half_function(None, "relu"),
         r"master_weight is True or False, or one of .*, got 3": lambda: amp.decorate(model, master_weight=3),

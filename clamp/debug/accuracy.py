@@ -22,6 +22,7 @@ from clamp.debug.ranges import FORMATS
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
 from clamp.debug.words import aligned, placed
 from clamp.interrupts import replacing
+from clamp.ops.arguments import number
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -156,7 +157,7 @@ def compare_step(
     """
     if dtype is not None:
         dtype = check_dtype(dtype)
-    debug.session.ensure_patched()
+    tolerance = number("compare_accuracy", "tolerance", tolerance)
     around = current_region() or Region(True, "float16", default_table())
     policies = around.policies if level is None else debug.session.policies_for(level)
     policies = policies.customized(custom_white_list, custom_black_list)

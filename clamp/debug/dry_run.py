@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from clamp import bridge
+from clamp import bridge, debug
 from clamp.bridge import Tensor
 from clamp.interrupts import contextmanager, undoing
 from clamp.ops.arguments import shown
@@ -83,6 +83,7 @@ def dry_run(
         scale_now, scale: loss scales that stand at the first have the second inside.
         instead: called in place of each optimizer's step; see `steps_withheld`.
     """
+    debug.session.ensure_patched()  # so that ops are seen, and nodes have a backward(), where AMP is off
     reached = list(bridge.in_reach(step))
     with undoing() as undo:
         undo.enter_context(same_start(*reached))

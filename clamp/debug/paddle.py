@@ -20,6 +20,7 @@ from clamp.debug.callsite import here
 from clamp.debug.checker import Checker, DebugMode, Sampling, counts_in_words, device_name, line_of
 from clamp.interrupts import undoing, uninterrupted
 from clamp.opencl.host_steps import host_step
+from clamp.ops.arguments import yes_or_no
 from clamp.ops.statistics import numerics_of
 from clamp.patching.user_functions import decorating
 
@@ -92,7 +93,8 @@ class TensorCheckerConfig:
         debug_step: Sequence[int] | None = None, stack_height_limit: int = 1,
         *, sampling: Sampling | str | Path | None = None,
     ) -> None:  # fmt: skip
-        self.enable, self.debug_mode, self.output_dir = enable, _mode(debug_mode), output_dir
+        self.enable = yes_or_no("TensorCheckerConfig", "enable", enable)
+        self.debug_mode, self.output_dir = _mode(debug_mode), output_dir
         self.checked_op_list, self.skipped_op_list = checked_op_list, skipped_op_list
         self.debug_step, self.stack_height_limit = debug_step, stack_height_limit
         if not isinstance(stack_height_limit, int):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from clamp import bridge, debug
+from clamp import bridge
 from clamp.casting.results import RESULTS
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.float32_reference import Array, error_of, on_host
@@ -158,7 +158,6 @@ def trace_step(step: Callable[[], Any], *, keeps_elements: bool = False) -> Trac
         ValueError: the step ran no op that could be looked at.
         RuntimeError: the step is a recorded one.
     """
-    debug.session.ensure_patched()
     observer = Tracer(keeps_elements=keeps_elements)
     with dry_run(step):
         with RESULTS.attached(observer):

@@ -14,6 +14,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.arguments import shown
 from clamp.ops.optimizer_step import moments_bytes
 from clamp.params import masters, updates
 
@@ -56,8 +57,11 @@ class _Moments8bit:
         """Goes on where ``state_dict`` left off. Returns the number of parameters whose moments were loaded.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: the moments are not those of as many parameters, of these sizes. Nothing was changed.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict takes the dict that state_dict() returned, got {shown(state)}")
         moments = [np.array(moment, np.uint8) for moment in state.get("moments") or []]
         sizes = [moments_bytes(max(1, param.size)) for param in self.params]
         if [moment.size for moment in moments] != sizes:

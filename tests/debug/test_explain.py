@@ -28,6 +28,7 @@ from tests.debug.faults import FAULTS, WAYS, Train, Training, explained, line_of
 from tests.faults.inject import Calls, Failure
 from tests.networks import Task, batch, mlp, scaled_backward, step, weights_of
 from tests.reference import to_device
+from tests.scaling.test_shared import parameter
 
 pytestmark = pytest.mark.usefixtures("shut_down")
 
@@ -388,6 +389,22 @@ def test_what_is_no_step_is_refused(call: str) -> None:
     assert f"{call}(step), not what it returns" in str(error.value)
     with amp.init() as handle, pytest.raises(ValueError, match="no op of this step was seen"):
         getattr(handle, call)(lambda: None)
+
+
+@pytest.mark.parametrize("call", ["explain", "summary", "ranges", "memory", "debugging.explain"])
+def test_a_step_is_looked_at_where_amp_is_off_as_well(queue: cl.CommandQueue, call: str) -> None:
+    param, calls = parameter(queue), []
+    with amp.init() as handle:
+        pass
+
+    def of_a_loop() -> None:
+        ag.sum(ag.tensor(param)).backward()  # netcl's own nodes have none
+        calls.append(param.grad)
+
+    getattr(handle, call, amp.debugging.explain)(of_a_loop)
+    assert calls
+    assert None not in calls
+    assert param.grad is None
 
 
 # ---------------------------------------------------------------------------------------------- other beginnings

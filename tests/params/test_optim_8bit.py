@@ -82,6 +82,8 @@ def test_a_state_of_another_size_is_refused(queue: cl.CommandQueue, tmp_path: Pa
     before = moments(optimizer)
     with pytest.raises(ValueError, match=r"the state has 6 moments of \d+ bytes, these 4 parameters have"):
         optimizer.load_state_dict(amp.optim.Adam8bit(other.parameters()).state_dict())
+    with pytest.raises(TypeError, match=r"takes the dict that state_dict\(\) returned, got None"):
+        optimizer.load_state_dict(None)
     amp.save_checkpoint(tmp_path / "run.npz", model, Adam(model.parameters()))
     with pytest.raises(amp.CheckpointError, match="was Adam, here it is Adam8bit"):
         amp.load_checkpoint(tmp_path / "run.npz", model, optimizer)
