@@ -21,6 +21,7 @@ from clamp.compat.scalers import GradScaler, StaticGradScaler
 from clamp.debug.explain import Attribution, Explanation
 from clamp.interrupts import among, contextmanager, holding, of_threads, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
+from clamp.ops.arguments import yes_or_no
 from clamp.params import gradient_marks, graphs, masters
 from clamp.params.gradient_marks import copied
 from clamp.params.weight_cache import weight_cache
@@ -32,7 +33,7 @@ from clamp.recordings.replayable import InPlace, Replayable
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
 from clamp.scaling.backward_pass import restoring
-from clamp.scaling.loss_scale import LossScale, NoLossScale
+from clamp.scaling.loss_scale import LossScale, NoLossScale, require_state
 from clamp.scaling.passes import scaled_pass
 from clamp.scaling.scaled_loss import as_pass, check_loss, require_graph
 from clamp.scaling.step_guard import StepGuard, StepGuards
@@ -55,9 +56,10 @@ class GraphConfig:
             dtype: ``"float16"``, ``"bfloat16"``, or ``"float32"``: clamp's kernels without casting.
 
         Raises:
+            TypeError: ``mode`` is a text.
             ValueError: unknown dtype.
         """
-        self.amp, self.dtype = bool(mode), check_dtype(dtype)
+        self.amp, self.dtype = yes_or_no("enable_amp", "mode", mode), check_dtype(dtype)
 
 
 class Graph:
@@ -196,8 +198,10 @@ class Graph:
         """Continues from a ``state_dict``.
 
         Raises:
+            TypeError: it is no dict.
             ValueError: it is malformed.
         """
+        require_state(state, "state_dict()")
         if set(state) != {"scaler"}:
             raise ValueError(f"a graph's state dict has the key 'scaler', not {sorted(state)}")
         self._scaler.load_state_dict(state["scaler"])
@@ -271,8 +275,17 @@ class Graph:
         self._zero_grad()
         nodes = [Node(value=x) if isinstance(x, Tensor) else x for x in inputs]
         if not self._optimizers:
-            with bridge.no_grad():
-                return self.build(*nodes)
+            try:
+                with bridge.no_grad():
+                    return self.build(*nodes)
+            except AttributeError as error:
+                if error.name != "backward" or not isinstance(error.obj, Tensor):
+                    raise
+                own = type(self).__name__
+                raise RuntimeError(
+                    f"{own}.build ran backward, and without an optimizer {own} runs under no_grad: call "
+                    "self.add_optimizer(optimizer) in __init__"
+                ) from error
         self._passes = 0
         stepped_later = [*masters.building.optimizers, *self._optimizers]
         with _backward_is(self._backward), holding(masters.building, "optimizers", stepped_later):

@@ -209,8 +209,14 @@ def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
             loss = super().build(x, y)
             return float(loss.value.to_host()[0])
 
+    class Untrained(Infer):
+        def build(self, x: Any) -> Any:
+            return ag.sum(self.model(x)).backward()
+
     with pytest.raises(RuntimeError, match=r"ran no loss.backward"):
         Forgot(model, optimizer)(x, y)
+    with pytest.raises(RuntimeError, match=r"Untrained.build ran backward, .* call self.add_optimizer\(optimizer\)"):
+        Untrained(model)(x)
     reads = Reads(model, optimizer)
     reads(x, y)
     with pytest.raises(RuntimeError, match="Read it after the recorded part"):
@@ -233,6 +239,10 @@ def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
         Graph().add_optimizer(model)
     with pytest.raises(ValueError, match="float64"):
         Graph().config.enable_amp(True, dtype="float64")
+    with pytest.raises(TypeError, match="enable_amp: mode is 'bfloat16'; pass True or False"):
+        Graph().config.enable_amp("bfloat16")
+    with pytest.raises(TypeError, match=r"the dict that state_dict\(\) returned, got None"):
+        Graph().load_state_dict(None)
     for wrong in ({"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 2.0}, {"growth_interval": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong)).replace("init_scale", "the loss scale")):
             GradScaler(**wrong)
