@@ -14,6 +14,7 @@ from clamp import bridge
 from clamp.bridge import Address, Tensor
 from clamp.debug.callsite import Place
 from clamp.interrupts import uninterrupted
+from clamp.ops.arguments import yes_or_no
 from clamp.params.parts import MasterInParts
 from clamp.params.weight_cache import weight_cache
 from clamp.scaling.step_guard import StepGuard
@@ -41,7 +42,7 @@ def max_memory(reset: bool = False) -> int:
         train_step()
         print(f"{amp.max_memory() / 2**20:.1f} MiB")
     """
-    return _pool_peak(reset)
+    return _pool_peak(yes_or_no("amp.max_memory", "reset", reset))
 
 
 def stop_counting() -> None:

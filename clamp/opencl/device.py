@@ -366,20 +366,39 @@ def _probe(queue: cl.CommandQueue, kernel: Kernel, group: int = 1, **macros: obj
     return int.from_bytes(result, sys.byteorder) == 1
 
 
+def _is_opencl(queue: Any) -> bool:
+    """Returns whether it is no queue of netcl's numpy backend."""
+    if isinstance(queue, str | cl.Device | cl.Context):
+        raise TypeError(f"pass the queue that the tensors are on, pyopencl.CommandQueue(context), got {queue!r}")
+    return hasattr(queue, "device")
+
+
 def is_float16_supported(queue: cl.CommandQueue) -> bool:
-    """Returns whether clamp can store float16 on the queue's device. It needs no ``cl_khr_fp16``."""
-    return hasattr(queue, "device") and capabilities(queue).half_storage
+    """Returns whether clamp can store float16 on the queue's device. It needs no ``cl_khr_fp16``.
+
+    Raises:
+        TypeError: it is a device, a context or a text.
+    """
+    return _is_opencl(queue) and capabilities(queue).half_storage
 
 
 supports_fp16 = is_float16_supported
 
 
 def is_bfloat16_supported(queue: cl.CommandQueue) -> bool:
-    """Returns whether clamp can store bfloat16 on the queue's device: on any OpenCL device."""
-    return hasattr(queue, "device")
+    """Returns whether clamp can store bfloat16 on the queue's device: on any OpenCL device.
+
+    Raises:
+        TypeError: it is a device, a context or a text.
+    """
+    return _is_opencl(queue)
 
 
 def get_amp_supported_dtype(queue: cl.CommandQueue) -> list[str]:
-    """The 16-bit AMP dtypes of the queue's device."""
+    """The 16-bit AMP dtypes of the queue's device.
+
+    Raises:
+        TypeError: it is a device, a context or a text.
+    """
     supported = {"float16": is_float16_supported, "bfloat16": is_bfloat16_supported}
     return [dtype for dtype, is_supported in supported.items() if is_supported(queue)]
