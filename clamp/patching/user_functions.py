@@ -193,18 +193,25 @@ def _gradients_of(backward: Backward, name: str, nodes: Sequence[Node], grad: Te
             f"the backward of {name} returned {len(grads)} gradients for the {len(nodes)} nodes that apply_op was "
             "given: return one for each, in their order, None for one that gets none, and nothing for a bare Tensor"
         )
-    for number, (node, grad) in enumerate(zip(nodes, grads, strict=True)):
-        if grad is None or not isinstance(node.value, Tensor):
+    for number, (node, made) in enumerate(zip(nodes, grads, strict=True)):
+        if made is None or not isinstance(node.value, Tensor):
             continue
         where = f"the backward of {name} returned as gradient {number}"
-        if not isinstance(grad, Tensor):
-            cure = "its .value" if isinstance(grad, Node) else "by Tensor.from_host(queue, ...)"
-            raise TypeError(f"{where} one of type {type(grad).__name__}: return a Tensor, {cure}")
-        if grad.size != node.value.size:
-            raise ValueError(f"{where} one of shape {tuple(grad.shape)}, of a node of shape {tuple(node.value.shape)}")
-        if node.value.dtype in STORAGE and grad.dtype not in STORAGE:
-            raise TypeError(f"{where} one of {grad.dtype}, of a {node.value.dtype} node: compute it in float32")
+        if not isinstance(made, Tensor):
+            cure = "its .value" if isinstance(made, Node) else "by Tensor.from_host(queue, ...)"
+            raise TypeError(f"{where} one of type {type(made).__name__}: return a Tensor, {cure}")
+        shape, wanted = tuple(made.shape), tuple(node.value.shape)
+        # As it came, it is that of a user's own reshape, whose memory is the same.
+        is_flat = len(_long(shape)) < 2 or shape == tuple(grad.shape)
+        if made.size != node.value.size or not (is_flat or _long(shape) == _long(wanted)):
+            raise ValueError(f"{where} one of shape {shape}, of a node of shape {wanted}")
+        if node.value.dtype in STORAGE and made.dtype not in STORAGE:
+            raise TypeError(f"{where} one of {made.dtype}, of a {node.value.dtype} node: compute it in float32")
     return grads
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    return [extent for extent in shape if extent != 1]
 
 
 # ---------------------------------------------------------------------------------------------- registered

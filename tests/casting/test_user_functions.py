@@ -350,9 +350,16 @@ _RETURNED: dict[str, tuple[Any, type[Exception] | None, str]] = {  # of the grad
     "too many": (lambda grad: [grad] * 3, ValueError, "3 gradients for the 2 nodes"),
     "arrays": (lambda grad: [grad.to_host()] * 2, TypeError, r"gradient 0 one of type ndarray: .*from_host\(queue"),
     "nodes": (lambda grad: [grad, ag.tensor(grad)], TypeError, r"gradient 1 one of type Node: .* its \.value"),
-    "another shape": (lambda grad: [grad, ag.sum(grad)], ValueError, r"gradient 1 one of shape \(1,\), .* \(2, 2\)"),
+    "another shape": (lambda grad: [grad, ag.sum(grad)], ValueError, r"gradient 1 one of shape \(1,\), .* \(2, 3\)"),
+    "transposed": (lambda grad: [grad, _shaped(grad, (3, 2))], ValueError, r"1 one of shape \(3, 2\), .* \(2, 3\)"),
+    "flat": (lambda grad: [_shaped(grad, (6,)), _shaped(grad, (6, 1))], None, ""),
+    "a dimension more": (lambda grad: [_shaped(grad, (2, 1, 3)), grad], None, ""),
     "float64": (lambda grad: [_double(grad), grad], TypeError, "gradient 0 one of float64, of a float32 node"),
 }
+
+
+def _shaped(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return ag.reshape(ag.tensor(grad), shape).value
 
 
 def _double(grad: Tensor) -> Tensor:
@@ -365,9 +372,10 @@ def _double(grad: Tensor) -> Tensor:
 def test_a_backward_that_returns_no_gradients_of_its_nodes_is_named(
     queue: cl.CommandQueue, dtype: str, custom: bool, returns: str
 ) -> None:
-    """netcl gave those that were left out none, and read beyond the ends of others."""
+    """netcl gave those that were left out none, read beyond the ends of others, and took what was transposed for what
+    is not."""
     function, error, message = _RETURNED[returns]
-    params = [Parameter.from_host(queue, np.ones((2, 2), np.float32)) for _ in range(2)]
+    params = [Parameter.from_host(queue, np.ones((2, 3), np.float32)) for _ in range(2)]
     handle, optimizer = amp.init(dtype=dtype, loss_scale=8.0 if dtype == "float16" else "auto"), SGD(params)
 
     def added(x: Node, y: Node) -> Any:
