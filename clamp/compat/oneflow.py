@@ -299,14 +299,14 @@ class Graph:
         host_step(partial(self._step, restoring([x for pair in pairs for x in pair], self._all_guards())))
         return outputs
 
-    def _backward(self, loss: Node, grad: Tensor | None = None) -> None:
-        """``loss.backward()``, scaled: what ``handle.scale_loss`` does."""
+    def _backward(self, loss: Node, grad: Tensor | None = None, **how: bool | None) -> None:
+        """``loss.backward()``, scaled: what ``handle.scale_loss`` does. ``how`` it is else runs, as everywhere."""
         if grad is not None:
             raise ValueError("loss.backward(grad) cannot be scaled in a graph: multiply the loss instead")
         check_loss(loss)
         require_graph(loss)
         with as_pass(scaled_pass)(loss, self._scaler, self._optimizers, self._all_guards()) as scaled_loss:
-            Tape(retain_grads=False).backward(scaled_loss)
+            Tape(retain_grads=False).backward(scaled_loss, **how)
         self._passes += 1
 
     def _all_guards(self) -> list[StepGuard]:

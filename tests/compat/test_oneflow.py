@@ -155,7 +155,7 @@ def test_several_losses_and_optimizers_share_a_step(queue: cl.CommandQueue) -> N
 
         def build(self, x: Any, y: Any) -> Any:
             hidden = self.first(x)
-            ag.mul(ag.sum(ag.square(hidden)), 2.0**-10).backward()
+            ag.mul(ag.sum(ag.square(hidden)), 2.0**-10).backward(retain_graph=True)
             loss = ag.mul(ag.mse_loss(self.second(hidden), y), 2.0**-10)
             loss.backward()
             return loss
