@@ -100,14 +100,21 @@ HALVES, BRAINS = (F16,) * 3, (BF16,) * 3
 
 @pytest.mark.parametrize(
     ("changes", "dtypes", "on_cpu", "with_fast_dot"),
-    [  # the convolution's and its weight gradient's engines
+    [  # engines of the convolution, of its input's gradient where that has another, and of its weights'
         ({}, HALVES, "winograd winograd", ""),
-        ({}, BRAINS, "winograd winograd", "winograd winograd"),
+        ({}, BRAINS, "winograd winograd", "dot_bf16 winograd"),
+        ({"n": 384}, BRAINS, "winograd winograd", "winograd winograd"),
+        ({"n": 383}, BRAINS, "winograd winograd", "dot_bf16 winograd"),
         ({"image": (4, 6)}, (BF16, BF16, F32), "packed winograd", "dot_bf16 winograd"),
         ({"n": 63}, HALVES, "winograd packed", ""),
-        ({"n": 63}, BRAINS, "winograd packed", "winograd packed"),
-        ({"n": 63, "image": (6, 6)}, BRAINS, "winograd winograd", "winograd winograd"),
-        ({"n": 15, "image": (6, 6)}, BRAINS, "winograd packed", "winograd dot_bf16"),
+        ({"n": 63}, BRAINS, "winograd packed", "dot_bf16 packed"),
+        ({"n": 63, "f": 256}, BRAINS, "winograd packed", "dot_bf16 dot_bf16"),
+        ({"n": 63, "f": 255}, BRAINS, "winograd packed", "dot_bf16 packed"),
+        ({"n": 999, "f": 256, "image": (1, 1)}, BRAINS, "winograd packed", "dot_bf16 packed"),
+        ({"n": 999, "image": (2, 2)}, HALVES, "winograd packed", ""),
+        ({"n": 999, "image": (2, 3)}, HALVES, "winograd winograd", ""),
+        ({"n": 63, "image": (6, 6)}, BRAINS, "winograd winograd", "dot_bf16 winograd"),
+        ({"n": 15, "image": (6, 6)}, BRAINS, "winograd packed", "dot_bf16 dot_bf16"),
         ({"n": 31}, HALVES, "packed packed", ""),
         ({"n": 31}, BRAINS, "packed packed", "dot_bf16 packed"),
         (STRIDED | {"n": 512}, HALVES, "winograd winograd", ""),
@@ -115,8 +122,11 @@ HALVES, BRAINS = (F16,) * 3, (BF16,) * 3
         (STRIDED | {"n": 512, "image": (14, 14)}, BRAINS, "winograd winograd", "dot_bf16 dot_bf16"),
         (STRIDED | {"n": 512, "c": 47}, HALVES, "winograd packed", ""),
         (STRIDED | {"n": 512, "f": 47}, HALVES, "winograd packed", ""),
-        (STRIDED | {"n": 256}, HALVES, "winograd packed", ""),
+        (STRIDED | {"n": 288}, HALVES, "winograd packed", ""),
+        (STRIDED | {"n": 256}, HALVES, "packed winograd packed", ""),
         (STRIDED | {"n": 255}, HALVES, "packed packed", ""),
+        (STRIDED | {"n": 512, "c": 256, "f": 128}, HALVES, "packed winograd packed", ""),
+        (STRIDED | {"n": 512, "c": 256, "f": 257}, HALVES, "packed packed", ""),
         ({}, (F32, F16, F16), "packed packed", ""),
         ({}, (BF16, F32, F32), "packed packed", ""),
         ({"kernel": (1, 1), "pad": (0, 0)}, BRAINS, "packed packed", "dot_bf16 dot_bf16"),
@@ -133,9 +143,9 @@ HALVES, BRAINS = (F16,) * 3, (BF16,) * 3
 def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_cpu: str, with_fast_dot: str) -> None:
     devices = (GPU, "tiled tiled"), (CPU, on_cpu), (SLOW_DOT, on_cpu), (FAST_DOT, with_fast_dot or on_cpu)
     for device, names in devices:
-        chosen = [conv.choose(convolution(gradient, dtypes, device, **changes)).NAME for gradient in ("", "weights")]
-        assert " ".join(chosen) == names
-        assert chosen[0] == conv.choose(convolution("input", dtypes, device, **changes)).NAME
+        forward, *inputs, weights = names.split()
+        wanted = {"": forward, "input": inputs[0] if inputs else forward, "weights": weights}
+        assert wanted == {by: conv.choose(convolution(by, dtypes, device, **changes)).NAME for by in wanted}
 
 
 def test_an_engine_that_is_named_must_fit() -> None:

@@ -27,7 +27,9 @@ _ROWS, _COLUMNS = 12, 32  # of the register tile
 _LAYOUT = PanelLayout(width=_ROWS, short=8, block=384, pairs=True)
 _STEPS = 256  # pairs of positions that a weight gradient reads at a time
 _WORK_WORDS = 16 * 2**20  # of workspaces, of which each work-item of a weight gradient has one
-_MIN_ROW = 6  # positions: 4 take 1.6 times as long as in packed.py, 7 take 0.6 times
+# Positions of a row, and features: shorter rows take longer than in packed.py where few panels of gradients are
+# multiplied by what is packed (1.1 times with 64 features, 0.6 times with 256)
+_MIN_ROW, _MANY_FEATURES = 6, 256
 _CHUNKS_PER_CORE = 4  # of positions, of a weight gradient: they are alike, and each has partial sums to add up
 
 
@@ -38,9 +40,11 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Returns whether the instruction is fast; and a weight gradient's pairs do not end where they have hardly
-    begun."""
-    wide = problem.gradient != "weights" or problem.forward.row[0] >= _MIN_ROW
-    return problem.device.fast_dot_bf16 and wide
+    begun, or are multiplied often."""
+    if problem.gradient != "weights":
+        return problem.device.fast_dot_bf16
+    row = problem.forward.row[0]
+    return problem.device.fast_dot_bf16 and (row >= _MIN_ROW or (row > 1 and problem.features >= _MANY_FEATURES))
 
 
 def convolve(problem: Problem, x: Tensor, weights: Weights, out: Tensor, epilogue: Epilogue) -> None:

@@ -43,6 +43,10 @@ _ITEMS_PER_CORE = 4  # each has a workspace of its own, of a few hundred KB to a
 # Channels, and positions of a batch, by whether there are strides: below, transforming the input, or the weights, takes
 # longer than it saves; or, of a gradient by the weights, to transform and to add up.
 _LEAST, _GRADIENT_LEAST = ((16, 512), (16, 4096)), ((16, 1024), (48, 8192))
+_LEAST_WITH_DOT = 6144  # of positions without strides: the processor's dot product takes half of the time term by term
+# With strides, positions for each pair of channels, whose weights are transformed into 81 numbers that lie in no cache:
+# of the gradient by the input, which shares a tile among more positions, and of others
+_EACH_INPUT, _EACH = 0.125, 2.0
 
 
 # ------------------------------------------------------------------------------------------ tiles
@@ -156,14 +160,21 @@ def fits(problem: Problem) -> bool:
 def pays(problem: Problem) -> bool:
     """Returns whether a CPU is faster so than term by term; with stride 2 the processor's dot product is faster yet."""
     is_strided = problem.window.stride != (1, 1)
-    if not problem.device.is_cpu or (is_strided and dot_bf16.fits(problem) and dot_bf16.pays(problem)):
+    with_dot = dot_bf16.fits(problem) and dot_bf16.pays(problem)
+    if not problem.device.is_cpu or (is_strided and with_dot):
         return False
     if problem.gradient == "weights":
         if "float32" in problem.dtypes:  # whose own rounding is not coarse beside that of adding some elements
             return False
+        if max(problem.size) <= PLAIN.edge // 2:  # a quarter of a tile is there
+            return False
         positions, (channels, least) = prod(problem.size), _GRADIENT_LEAST[is_strided]
     else:
         positions, (channels, least) = min(prod(problem.image), prod(problem.size)), _LEAST[is_strided]
+        least = max(least, _LEAST_WITH_DOT) if with_dot else least
+    if is_strided:
+        each = _EACH_INPUT if problem.gradient == "input" else _EACH
+        least = max(least, int(each * problem.channels * problem.features))
     return min(problem.channels, problem.features) >= channels and problem.images * positions >= least
 
 
