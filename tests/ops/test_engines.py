@@ -72,6 +72,17 @@ def test_packing_launches_pay_for_enough_to_multiply(
     assert (chosen(rows * parts), chosen(rows * parts + 1), chosen(None)) == ("direct", "amx", "amx")
 
 
+@pytest.mark.parametrize(("rows", "batches"), [(160, 1), (80, 2)])
+def test_the_dot_product_pays_for_enough_to_multiply_in_one_launch(rows: int, batches: int) -> None:
+    def chosen(rows: int | None, launches: int | None, device: Capabilities = FAST_DOT) -> str:
+        product = Product(BF16, BF16, 128, 128, device, rows=rows, batches=batches, pair_launches=launches)
+        return gemm.choose(product).NAME
+
+    assert (chosen(rows, 1), chosen(rows + 1, 1), chosen(None, None)) == ("direct", "dot_bf16", "dot_bf16")
+    assert chosen(rows + 1, 2) == chosen(rows + 1, None) == chosen(rows + 1, 1, SLOW_DOT) == "direct"
+    assert chosen(2**10 + 1, 3) == "dot_bf16"
+
+
 @pytest.mark.parametrize("a_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("b_dtype", [F32, F16, BF16])
 def test_products_on_matrix_units(a_dtype: str, b_dtype: str) -> None:
@@ -151,7 +162,7 @@ def test_convolutions(changes: dict[str, Any], dtypes: tuple[str, str, str], on_
 def test_an_engine_that_is_named_must_fit() -> None:
     with pytest.raises(
         ValueError,
-        match="gemm: no engine is called 'nonesuch'; there are amx, direct, dot_bf16, packed, wgmma, mma, mma_k8, ",
+        match="gemm: no engine is called 'nonesuch'; there are amx, dot_bf16, direct, packed, wgmma, mma, mma_k8, ",
     ):
         gemm.choose(Product(F16, F16, 3, 4, FAST_DOT), "nonesuch")
     with pytest.raises(ValueError, match=r"gemm: the engine dot_bf16 does not.*on a processor whose dot product"):

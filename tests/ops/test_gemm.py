@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from clamp.bridge import Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
-from clamp.ops.gemm import gemm, pack_b, rounds_as_it_reads
+from clamp.ops.gemm import dot_bf16, gemm, pack_b, rounds_as_it_reads
+from clamp.ops.gemm.problem import operand_a, operand_b
 from tests.ops.gemm_reference import NN, NT, TN, TRANSPOSES, TT, Array, check, check_special_values, laid_out, random
 from tests.reference import MIXTURES, STORAGE_DTYPES, to_device, to_numpy
 
@@ -369,6 +371,30 @@ def test_a_block_of_all_rows_packs_what_it_multiplies(
     with counted_launches() as counted:
         gemm(x, y, **transposes, out_dtype="float32", engine="dot_bf16")
     assert len(counted) == launches
+
+
+@pytest.mark.parametrize("transposes", [NN, NT, TN])
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(("m", "k", "n"), [(128, 256, 320), (100, 256, 320), (128, 250, 320), (512, 128, 32)])
+def test_small_products_take_one_launch_whichever_engine_pays(
+    queue: cl.CommandQueue, m: int, k: int, n: int, batch: tuple[int, ...], transposes: dict[str, bool]
+) -> None:
+    if not capabilities(queue).fast_dot_bf16 or capabilities(queue).amx:
+        pytest.skip("no bfloat16 dot product that is used here")
+    types, count = ("bfloat16", "bfloat16"), prod(batch)
+    x, y = laid_out(queue, random(*batch, m, k), random(*batch, k, n, seed=1), types, **transposes)
+    engines = {"direct": "direct", "dot_bf16": "dot_bf16", "chosen": None}
+    results, launches = {}, {}
+    for name, engine in engines.items():
+        with counted_launches() as counted:
+            results[name] = to_numpy(gemm(x, y, **transposes, out_dtype="float32", engine=engine))
+        launches[name] = len(counted)
+    expected = dot_bf16.launches(
+        operand_a(x, transposes["transpose_a"]), operand_b(y, transposes["transpose_b"]), count
+    )
+    pays = launches["dot_bf16"] == 1 and m * k * n * count > 5 * 2**19
+    assert launches == {"direct": 1, "dot_bf16": expected, "chosen": 1}
+    np.testing.assert_array_equal(results["chosen"], results["dot_bf16" if pays else "direct"])
 
 
 def test_panels_of_bfloat16_pairs_serve_bfloat16_only(queue: cl.CommandQueue) -> None:

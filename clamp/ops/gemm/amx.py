@@ -19,7 +19,7 @@ from clamp.opencl import amx
 from clamp.opencl.device import Capabilities, capabilities
 from clamp.opencl.program import Kernel, KernelBuildError
 from clamp.ops.gemm.packed import Panels
-from clamp.ops.gemm.pairs import PairUnit, Product, packed
+from clamp.ops.gemm.pairs import PairUnit, Product, has_enough, packed
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "amx"
@@ -28,10 +28,6 @@ IN_WORDS = "the processor's matrix unit"
 ROUNDS = True
 
 _PACK, _GEMM = Kernel("gemm_amx.cl", "pack"), Kernel("gemm_amx.cl", "gemm")
-
-# Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three. No power of two,
-# as extents are: a batch of a few rows more or less is multiplied by the same kernels.
-_SMALL = 5 * 2**19
 
 
 @dataclass(frozen=True)
@@ -72,10 +68,7 @@ def fits(problem: Problem) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Returns whether there is enough to multiply."""
-    if problem.rows is None:
-        return True
-    parts = unit_of(problem.device, problem.a_dtype).parts
-    return problem.batches * problem.rows * problem.columns * problem.k > _SMALL * parts
+    return has_enough(problem, unit_of(problem.device, problem.a_dtype).parts)
 
 
 def expect(queue: cl.CommandQueue, problem: Problem) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from clamp.bridge import Tensor
+from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
+from clamp.ops.gemm import direct
 from clamp.ops.gemm.packed import Panels
-from clamp.ops.gemm.pairs import PairUnit, Product, packed
+from clamp.ops.gemm.pairs import Division, PairUnit, Product, has_enough, packed
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -40,8 +42,16 @@ def fits(problem: Problem) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Returns whether the instruction is also faster than a float's multiply-add."""
-    return problem.device.fast_dot_bf16
+    """Returns whether the instruction is also faster than a float's multiply-add, and is not outweighed by launches
+    that pack what `direct` reads as it lies."""
+    if not problem.device.fast_dot_bf16:
+        return False
+    return not direct.pays(problem) or (problem.pair_launches == 1 and has_enough(problem))
+
+
+def launches(a: Matrix, b: Matrix, batches: int) -> int:
+    """How many a product of operands that lie as these do takes."""
+    return Division.of(a, b, batches, _UNIT, capabilities(b.tensor.queue).compute_units).launches
 
 
 def pack(b: Matrix) -> Panels:

@@ -51,7 +51,7 @@ class Binds(engine.Engine[Problem], Protocol):
 GemmEngine: TypeAlias = Runs | Binds
 
 #: the first that fits and pays runs
-ENGINES: tuple[GemmEngine, ...] = (amx, direct, dot_bf16, packed, *matrix_units.MATRIX_UNITS, tiled)
+ENGINES: tuple[GemmEngine, ...] = (amx, dot_bf16, direct, packed, *matrix_units.MATRIX_UNITS, tiled)
 
 #: those of them that must be verified on a device
 MATRIX_UNITS = matrix_units.MATRIX_UNITS

@@ -13,7 +13,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm.packed import Panels
 from clamp.ops.gemm.plan import blocks_of
-from clamp.ops.gemm.problem import Epilogue, Matrix
+from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 _SIDE, _K_STEP, _PART_BYTES = 32, 32, 2048  # as in pair_panels.clh
 _PAIRS = _K_STEP // 2  # of k in a step: `Panels` counts pairs
@@ -22,6 +22,9 @@ _MANY_COLUMNS = 2048
 _BLOCK_A, _BLOCK_B = 8, 64  # panels of a work-item's block
 _BLOCK_BYTES = 2**20  # of A's panels of a block, which are read again for each of B's: half of a second-level cache
 _BLOCKS_PER_CORE = 4
+# Multiply-adds of one part up to which launches are what counts: `direct` has one in place of three, and smaller tiles.
+# No power of two, as extents are: a batch of a few rows more or less is multiplied by the same kernels.
+_SMALL = 5 * 2**19
 _STREAMED = 2**20  # bytes of a float32 result that is written past the caches
 
 
@@ -53,12 +56,51 @@ class PairUnit:
         return _PART_BYTES * self.parts
 
 
-class Product:
-    """Products whose operands lie as these do: one launch, and one for each operand that must be packed before.
+def has_enough(problem: Problem, parts: int = 1) -> bool:
+    """Returns whether there is enough to multiply by pairs."""
+    if problem.rows is None:
+        return True
+    return problem.batches * problem.rows * problem.columns * problem.k > _SMALL * parts
+
+
+@dataclass(frozen=True)
+class Division:
+    """Tiles of a product in blocks, one for each work-item, and what is packed before.
 
     Tiles are of rows of op(A) by columns of op(B); or, where that leaves less to pack, of columns by rows, each
     transposed in the store. A block that has all rows may pack its columns itself, panel by panel, each of which stays
     in its core's cache.
+    """
+
+    swaps: bool  # whether the rows of tiles are columns of op(B)
+    reads_rows: bool  # whether they are read where they lie
+    packs_columns: bool  # whether blocks pack their columns themselves
+    block: tuple[int, int]  # panels of rows and of columns
+    grid: tuple[int, int, int]  # blocks by rows and columns, and matrices
+
+    @classmethod
+    def of(cls, a: Matrix, b: Matrix | Panels, batches: int, unit: PairUnit, cores: int) -> Division:
+        """That of a product of so many matrices on so many cores."""
+        steps, sums = _steps(a.k), _sum_bytes(a.k, unit)
+        most_a = _BLOCK_A // unit.parts if steps > unit.sum_steps else max(_BLOCK_BYTES // sums, 1)
+        swaps = isinstance(b, Matrix) and _packs_a_only(a, b, unit, most_a)
+        rows, columns = (b, a) if swaps else (a, b)  # of the tiles
+        assert isinstance(rows, Matrix)
+        panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
+        in_turn = isinstance(columns, Matrix) and _pack_in_turn(columns, batches, unit)
+        block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
+        grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
+        is_read = _is_read_in_place(rows, unit, columns.rows)
+        return cls(swaps, is_read, in_turn and grid[0] == 1, (block_a, block_b), grid)
+
+    @property
+    def launches(self) -> int:
+        """How many a product takes, where B is not packed before: one, and one for each operand that must be."""
+        return 3 - self.reads_rows - self.packs_columns
+
+
+class Product:
+    """Products whose operands lie as these do, divided as `Division` says.
 
     Args:
         b: packed, or as it lies.
@@ -68,36 +110,29 @@ class Product:
     def __init__(
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: PairUnit, copies: bool = False
     ) -> None:
-        steps = max(-(-a.k // _K_STEP), 1)
-        panel_bytes = steps * unit.step_bytes
-        sums = min(steps, unit.sum_steps) * unit.step_bytes  # bytes of a panel for one visit of a tile
-        most_a = _BLOCK_A // unit.parts if steps > unit.sum_steps else max(_BLOCK_BYTES // sums, 1)
-        self._swaps = isinstance(b, Matrix) and _packs_a_only(a, b, unit, most_a)
-        rows, columns = (b, a) if self._swaps else (a, b)  # of the tiles
+        panel_bytes, batches = _steps(a.k) * unit.step_bytes, c.size // (a.rows * b.rows)
+        division = Division.of(a, b, batches, unit, capabilities(c.queue).compute_units)
+        self._swaps, grid = division.swaps, division.grid
+        rows, columns = (b, a) if self._swaps else (a, b)
         assert isinstance(rows, Matrix)
         panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
-        if _is_read_in_place(rows, unit, columns.rows):
+        if division.reads_rows:
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
             self._pack_rows = _Packing(rows, unit)
             lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if rows.batch else 0
-        batches = c.size // (a.rows * b.rows)
-        in_turn = isinstance(columns, Matrix) and _pack_in_turn(columns, batches, unit)
-        cores = capabilities(c.queue).compute_units
-        block_a, block_b = _blocks(panels_a, panels_b, batches, cores, most_a, in_turn)
-        grid = -(-panels_a // block_a), -(-panels_b // block_b), batches
         self._pack_columns, self._own_panels = None, 0
         width, strides, copied = 0, (0, 0, panels_b * panel_bytes if columns.batch else 0), False
-        if isinstance(columns, Matrix) and grid[0] == 1 and in_turn:
-            self._own_panels = prod(grid) * sums // 4
+        if isinstance(columns, Matrix) and division.packs_columns:
+            self._own_panels = prod(grid) * _sum_bytes(a.k, unit) // 4
             width, strides, copied = _width(columns), _strides(columns), copies
         elif isinstance(columns, Matrix):
             self._pack_columns = _Packing(columns, unit, copies, is_b=True)
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = unit.gemm.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
-            block_a, block_b, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
+            *division.block, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
             **unit.gemm_macros,
         )  # fmt: skip
 
@@ -116,7 +151,7 @@ class _Packing:
 
     def __init__(self, x: Matrix, unit: PairUnit, copies: bool = False, *, is_b: bool = False) -> None:
         queue = x.tensor.queue
-        panels, steps, batches = -(-x.rows // _SIDE), max(-(-x.k // _K_STEP), 1), prod(x.batch)
+        panels, steps, batches = -(-x.rows // _SIDE), _steps(x.k), prod(x.batch)
         self._shape = (batches * panels * steps * unit.step_bytes // 4,)
         enough = -(-8 * capabilities(queue).compute_units // batches)
         # Along the lines of memory: these are rows' k, or all rows of a step.
@@ -137,7 +172,17 @@ class _Packing:
 def packed(b: Matrix, unit: PairUnit) -> Panels:
     """op(B) in panels."""
     panels = _Packing(b, unit, is_b=True)(b.tensor, b.tensor)
-    return Panels(panels, b.batch, b.rows, b.k, max(-(-b.k // _K_STEP), 1) * _PAIRS, _SIDE)
+    return Panels(panels, b.batch, b.rows, b.k, _steps(b.k) * _PAIRS, _SIDE)
+
+
+def _steps(k: int) -> int:
+    """Of so many k."""
+    return max(-(-k // _K_STEP), 1)
+
+
+def _sum_bytes(k: int, unit: PairUnit) -> int:
+    """Bytes of a panel for one visit of a tile."""
+    return min(_steps(k), unit.sum_steps) * unit.step_bytes
 
 
 def _width(x: Matrix) -> int:

@@ -25,6 +25,8 @@ class Problem:
     verified: frozenset[str] = frozenset()  # names of the engines that must be verified on the device, and are
     rows: int | None = None  # of op(A), if that is known
     batches: int = 1  # pairs of matrices multiplied at once
+    # launches that the processor's dot product takes for operands that lie as these do, if that is known
+    pair_launches: int | None = None
 
     def __str__(self) -> str:
         return f"{self.a_dtype} by {self.b_dtype}"

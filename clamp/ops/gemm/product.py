@@ -17,6 +17,7 @@ from clamp import bridge
 from clamp.bridge import Tensor
 from clamp.opencl.program import Prepared
 from clamp.ops.cast import cast_into, tell
+from clamp.ops.gemm import dot_bf16
 from clamp.ops.gemm.amx import expect
 from clamp.ops.gemm.engines import GemmEngine, Runs, binds, choose, packs, problem_on
 from clamp.ops.gemm.packed import Panels
@@ -121,7 +122,11 @@ def _product(
             choose(replace(b.problem, a_dtype=a.dtype), chosen.NAME)
     else:
         assert isinstance(right, Matrix)
-        chosen = choose(_problem(right, a.dtype, left.rows, reads, c.size // (left.rows * right.rows)), engine)
+        batches = c.size // (left.rows * right.rows)
+        problem = _problem(right, a.dtype, left.rows, reads, batches)
+        if dot_bf16.fits(problem):
+            problem = replace(problem, pair_launches=dot_bf16.launches(left, right, batches))
+        chosen = choose(problem, engine)
     if reads is not None and not _rounds(chosen):
         raise ValueError(
             f"gemm: the engine {chosen.NAME} reads operands as they are stored: cast a and b to {reads} first"
