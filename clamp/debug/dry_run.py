@@ -18,8 +18,9 @@ from clamp.params import masters
 from clamp.params.delivery import is_trained_by_another_thread
 from clamp.params.gradient_marks import last_shared, note_shared
 from clamp.params.weight_cache import weight_cache
+from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.step_guard import StepGuard, StepGuards, steps_withheld
+from clamp.scaling.step_guard import StepGuard, steps_withheld
 
 
 class NothingSeenError(ValueError):
@@ -54,6 +55,7 @@ def same_start(*reached: Any) -> Iterator[None]:
     Args:
         reached: what a step leads to, whose scalers are meant, too.
     """
+    settle_late()  # else a pass is repeated in what is put back
     with undoing() as undo:
         undo.callback(weight_cache.clear)
         undo.callback(np.random.set_state, np.random.get_state())
@@ -62,7 +64,7 @@ def same_start(*reached: Any) -> Iterator[None]:
             undo.callback(vars(scaler).update, dict(vars(scaler)))
         for one in bridge.living(LossScale):
             if one.scales:
-                undo.callback(_on_device, _set_back, one, one.state_dict())
+                undo.callback(_on_device, _set_back, one, one.state_dict(), one.changes)
         yield
 
 
@@ -87,8 +89,6 @@ def dry_run(
     reached = list(bridge.in_reach(step))
     with undoing() as undo:
         undo.enter_context(same_start(*reached))
-        for group in bridge.living(StepGuards):
-            undo.callback(group.forget_heard)
         guards = bridge.living(StepGuard)
         undo.callback(_hear_anew, {guard: guard.heard() for guard in guards})
         in_modules = [x for root in bridge.modules_met(step) for _, x in bridge.module_tensors(root)]
@@ -124,6 +124,8 @@ def _hear_anew(heard: Mapping[StepGuard, Mapping[str, Any]]) -> None:
     for guard in bridge.living(StepGuard):
         if not _is_another_threads(guard):
             guard.hear_anew(heard.get(guard))
+        if guard.late is None:  # its step looks at the gradients itself, but those that may be repeated yet
+            guard.token = object()
 
 
 def _is_another_threads(guard: StepGuard) -> bool:
@@ -137,12 +139,13 @@ def _give_back(tensor: Tensor, grad: Tensor | None, shared: Any) -> None:
         note_shared(tensor, shared)
 
 
-def _set_back(scaler: LossScale, state: Mapping[str, Any]) -> None:
-    guards = [guard for guard in bridge.living(StepGuard) if scaler in guard.pending and _is_another_threads(guard)]
-    kept = sum({guard.mask for guard in guards})
+def _set_back(scaler: LossScale, state: Mapping[str, Any], changes: int) -> None:
     with scale_lock:
+        guards = [guard for guard in bridge.living(StepGuard) if scaler in guard.pending]
+        kept = sum({guard.mask for guard in guards if _is_another_threads(guard)})
         overflow = state["overflow"] & ~kept | scaler.read().overflow & kept
         scaler.load_state_dict({**state, "overflow": overflow})
+        scaler.changes = changes  # for a user, nothing has: another thread's pass is repeated, if it has overflowed
 
 
 def _on_device(write: Callable[..., object], *args: Any) -> None:

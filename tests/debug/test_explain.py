@@ -177,6 +177,27 @@ def test_a_call_that_fails_in_a_step_that_is_looked_at_changes_nothing(queue: cl
     assert 20 < number < 199
 
 
+@pytest.mark.parametrize("thread", ["this", "another"])
+@pytest.mark.parametrize("look", ["explain", "ranges", "memory"])
+def test_a_pass_that_waits_for_its_repeats_is_repeated_though_a_step_is_looked_at(
+    queue: cl.CommandQueue, look: str, thread: str
+) -> None:
+    task, other, size = Task(queue), Task(queue), 2.0**4
+    with ThreadPoolExecutor(1) as pool, amp.init() as handle:
+
+        def call(function: Callable[..., object], *args: Any) -> None:
+            pool.submit(function, *args).result() if thread == "another" else function(*args)
+
+        for _ in range(2):
+            call(other.step, handle, 2.0**-4)
+            call(other.optimizer.zero_grad)
+        call(other.backward, handle, size)
+        getattr(handle, look)(partial(task.step, handle, 2.0**-4))
+        call(other.optimizer.step)
+        assert handle.last_step.repeats > 0
+    assert (task.moved, other.moved) == (0, size + 2.0**-3)
+
+
 @pytest.mark.parametrize("size", [0.5, 2.0**40], ids=["finite", "overflowing"])
 @pytest.mark.parametrize("look", ["explain", "ranges", "memory"])
 def test_what_another_thread_trains_while_a_step_is_looked_at_stays(
