@@ -337,15 +337,26 @@ class WrittenTo(RuntimeError):
 
 
 class Overwritten(WithoutMemory):
-    """In the place of a tensor that backward would read, and that does not hold any more what the forward has read."""
+    """In the place of a tensor that backward would read, and that does not hold any more what the forward has read.
+
+    Args:
+        tensor: the one.
+        dtype: as it would be read, if not in its own.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: str | None = None) -> None:
+        super().__init__(tensor, dtype=dtype)
+        self._of_weight = is_weight(tensor if base_of(tensor) is None else base_of(tensor))
 
     @property
     def buffer(self) -> Any:
         """Raises WrittenTo: the gradient would be that of another forward."""
+        cure = "Run backward before the tensor of a batch gets the next one, or make the next one a tensor of its own"
+        if self._of_weight:
+            cure = "Run backward before a step, of any optimizer, moves it, or compute the loss again after that"
         raise WrittenTo(
-            f"a tensor of shape {tuple(self.shape)} was written to between a forward and its backward, which both read "
-            "it: the gradients would be those of another forward. Run backward before the tensor of a batch gets the "
-            "next one, or make the next one a tensor of its own"
+            f"a {'weight' if self._of_weight else 'tensor'} of shape {tuple(self.shape)} was written to between a "
+            f"forward and its backward, which both read it: the gradients would be those of another forward. {cure}"
         )
 
 

@@ -28,8 +28,8 @@ from clamp.casting.results import RESULTS
 from clamp.ops.cast import cast
 from clamp.ops.loss_scale import fitted, taken_off
 from clamp.params import delivery, graphs
+from clamp.params.updates import changed_since, moment
 from clamp.params.weight_cache import Value, weight_cache, weight_cast
-from clamp.params.writes import writes
 
 
 class NotOwned(Exception):
@@ -95,11 +95,11 @@ class Operand:
         """Called when backward does not read the value, either."""
         self.value = _NOT_READ
 
-    def require_unwritten(self, time: int) -> None:
-        """Called before gradient functions, which must not read what was written to since a time on the clock of
-        writes. A weight's is the optimizer's matter: what its step has written to may be read as it is."""
-        if is_overwritten(self.value, time):
+    def require_unwritten(self, then: tuple[int, int]) -> None:
+        """Called before gradient functions, which must not read what was written to, or stepped, since a ``moment``."""
+        if is_overwritten(self.value, then):
             self.value = bridge.Overwritten(self.value)
+            self.weight = None if self.weight is None else self.value
 
     def goes(self) -> bool:
         """Returns whether the value, a copy of a weight, is dropped when the backward that runs has read it."""
@@ -112,11 +112,11 @@ class Operand:
 _NOT_READ: Any = None
 
 
-def is_overwritten(value: Any, time: int) -> bool:
-    """Returns whether a tensor that is no weight was written to after a time."""
+def is_overwritten(value: Any, then: tuple[int, int]) -> bool:
+    """Returns whether a tensor was written to, or stepped, since a ``moment``."""
     if not isinstance(value, Tensor) or isinstance(value, bridge.WithoutMemory):
         return False
-    return writes.surely_since(value.buffer, time) and not bridge.is_weight(value)
+    return changed_since(value, then, surely=True)
 
 
 class Casting(ABC):
@@ -293,10 +293,10 @@ def bound(
         operand.forward_done()
         if operand.goes_at_once and _are_leaves(operands):  # a first layer's: read for no input's gradient
             operand.drop()
-    then = writes.now
+    then = moment()
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        if writes.now != then:
+        if moment() != then:
             _require_unwritten((*operands, *besides), then)
         wanted = [operand for operand in operands if bridge.needs_grad(operand.parent)]
         going = late and [operand for operand in late if operand.goes()]
@@ -322,9 +322,9 @@ def bound(
     return made
 
 
-def _require_unwritten(operands: Iterable[Operand], time: int) -> None:
+def _require_unwritten(operands: Iterable[Operand], then: tuple[int, int]) -> None:
     for operand in operands:
-        operand.require_unwritten(time)
+        operand.require_unwritten(then)
 
 
 def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:

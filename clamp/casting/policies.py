@@ -123,8 +123,8 @@ class _LateOperand(Operand):
     def is_not_read(self) -> None:
         """Its copies go by rules of their own."""
 
-    def require_unwritten(self, time: int) -> None:
-        if self._value is None and is_overwritten(self.parent.value, time):
+    def require_unwritten(self, then: tuple[int, int]) -> None:
+        if self._value is None and is_overwritten(self.parent.value, then):
             self._value = bridge.Overwritten(self.parent.value, dtype=self._dtype)
 
 
@@ -188,7 +188,12 @@ class WeightOperand(_LateOperand):
         # A weight times itself: the copy that the operand on the left has just made.
         if self._value is None:
             self._value = weight_cache.known(self.weight, ("cast", self._dtype))
+        if self._value is None:
+            self._require_unwritten()
         return super().source
+
+    def require_unwritten(self, then: tuple[int, int]) -> None:
+        """Whoever asks for the copy once more is told."""
 
     def was_made(self, copy: Tensor) -> None:
         """The copy has been made elsewhere."""

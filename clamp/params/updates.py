@@ -163,10 +163,20 @@ def moment() -> tuple[int, int]:
     return writes.now, _Steps.made
 
 
-def changed_since(tensor: Tensor, then: tuple[int, int]) -> bool:
-    """Returns whether a tensor was written to since a moment, or stepped by an optimizer."""
-    stepped = (tensor, bridge.master_of(tensor)) if _Steps.made != then[1] else ()
-    return writes.since(tensor.buffer, then[0]) or any(getattr(x, "_stepped_at", 0) > then[1] for x in stepped)
+def changed_since(tensor: Tensor, then: tuple[int, int], *, surely: bool = False) -> bool:
+    """Returns whether a tensor was written to since a moment, or stepped by an optimizer.
+
+    Args:
+        surely: not one of which nothing is known any more.
+    """
+    is_written = writes.surely_since if surely else writes.since
+    if is_written(tensor.buffer, then[0]):
+        return True
+    if _Steps.made == then[1]:
+        return False
+    base = bridge.base_of(tensor)
+    own = tensor if base is None else base
+    return any(getattr(x, "_stepped_at", 0) > then[1] for x in (own, bridge.master_of(own)))
 
 
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
@@ -195,7 +205,8 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
             return None
     stepped = [master for master, _ in found]
     _Steps.made += 1
-    for param in getattr(optimizer, "params", ()):
+    moved = [*stepped, *bridge.stepped(optimizer)] if bridge.has_rule(optimizer) else getattr(optimizer, "params", ())
+    for param in moved:  # of an optimizer that nobody knows, all
         if isinstance(param, Tensor):
             param._stepped_at = _Steps.made
     try:

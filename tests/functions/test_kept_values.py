@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.nn import batchnorm, groupnorm, layernorm
+from netcl.nn.layers import Linear, Sequential
 from netcl.ops import attention, norm_rope
+from netcl.ops.elementwise import elementwise_binary
+from netcl.optim import SGD
 
 from clamp import amp, bridge
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -266,3 +270,78 @@ def test_what_no_gradient_reads_may_be_written_to(queue: cl.CommandQueue, functi
         for dtype in ("float16", "float32"):
             kinds = (dtype, dtype)
             assert_same(*[_written_to(queue, function, kinds, 0, write)[1:] for write in (False, True)])
+
+
+#: what reads a weight of shape (8, 8) in backward
+WEIGHED: dict[str, Callable[[Node, Tensor], Node]] = {
+    "matmul": lambda x, weight: ag.matmul_op(x, ag.tensor(weight)),
+    "mul": lambda x, weight: ag.mul(x, ag.tensor(weight)),
+    "view": lambda x, weight: ag.mul(ag.reshape(x, (4, 16)), ag.reshape(ag.tensor(weight), (4, 16))),
+    "square": lambda x, weight: ag.add(x, ag.square(ag.tensor(weight))),
+    "add": lambda x, weight: ag.add(x, ag.tensor(weight)),
+}
+#: what moves it
+MOVES: dict[str, Callable[[Tensor, Any], None]] = {
+    "step": lambda weight, optimizer: optimizer.step(),
+    "write": lambda weight, optimizer: weight.write(np.ones((8, 8), np.float32)),
+    "step by hand": lambda weight, optimizer: _assign(weight, ag.mul(ag.tensor(weight), 0.5).value),
+}
+
+
+def _assign(weight: Tensor, value: Tensor) -> None:
+    elementwise_binary(value, value, expression="MUL(v0, 1.0f)", out=weight)
+
+
+def _gradients_after_moving(
+    queue: cl.CommandQueue, function: Callable[..., Node], move: str, level: str = "O1", has_gradient: bool = True
+) -> list[Any]:
+    """The gradients of an input and a weight that has moved between forward and backward, if ``move`` says how."""
+    rng = np.random.default_rng(0)
+    weight = Parameter.from_host(queue, rng.standard_normal((8, 8)).astype(np.float32))
+    model = Sequential(Linear(queue, 8, 8, bias=False))
+    model.layers[0].weight = weight
+    optimizer = SGD(model.parameters(), lr=0.5)
+    if level == "O2":
+        amp.decorate(model, optimizer, level="O2")
+    x = to_device(queue, rng.standard_normal((8, 8)))
+    x.requires_grad = True
+    loss = ag.sum(function(ag.tensor(x), weight))
+    if move:
+        if has_gradient:
+            optimizer.params[0].grad = to_device(queue, np.ones((8, 8)))
+        before = to_numpy(weight)
+        MOVES[move](weight, optimizer)
+        assert (to_numpy(weight) == before).all() != has_gradient
+        weight.grad = optimizer.params[0].grad = None
+    loss.backward()
+    return [to_numpy(x.grad), to_numpy(weight.grad)]
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("name", WEIGHED)
+def test_a_weight_that_backward_reads_must_not_move(queue: cl.CommandQueue, name: str, move: str) -> None:
+    """Another optimizer's, say, whose step comes between a loss and its backward. PyTorch refuses it, too."""
+    with amp.init(dtype="float32"):
+        if name == "add":
+            assert_same(*[_gradients_after_moving(queue, WEIGHED[name], how) for how in ("", move)])
+            return
+        with pytest.raises(RuntimeError, match=r"a weight of shape \(\d+, \d+\) was written to between a forward and"):
+            _gradients_after_moving(queue, WEIGHED[name], move)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("move", ["step", "write"])
+def test_a_weight_may_move_whose_copy_backward_reads(queue: cl.CommandQueue, level: str, move: str) -> None:
+    with amp.init(loss_scale=1.0):
+        before = _gradients_after_moving(queue, WEIGHED["matmul"], "", level)
+        with pytest.raises(RuntimeError, match="a weight") if level == "O2" else nullcontext():
+            assert_same(_gradients_after_moving(queue, WEIGHED["matmul"], move, level), before)
+
+
+def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(queue: cl.CommandQueue) -> None:
+    """It has no gradient: two losses of one optimizer's, in turns."""
+    with amp.init(dtype="float32"):
+        before, after = (
+            _gradients_after_moving(queue, WEIGHED["matmul"], move, has_gradient=False) for move in ("", "step")
+        )
+        assert_same(after, before)
