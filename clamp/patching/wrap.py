@@ -188,6 +188,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
         target = POLICIES[policy].target(region, args, kwargs)
         if target is None:
             return called_in(None, wrapped, *args, **kwargs)
+        settle_before_reading(args, kwargs)
         refuse_half_targets(wrapped, args, kwargs)
         casts = casts_to(target, reporter(region, name), region.cache_enabled).of_call(args, kwargs)
         # Not in place of args and kwargs: who explains the call makes it again, as it was made.

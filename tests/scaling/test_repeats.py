@@ -266,13 +266,13 @@ def adds_to_it(task: Task) -> None:
     task.backward(session.active_handle(), 0.25)
 
 
-def to_an_overflow(task: Task, handle: amp.AmpHandle) -> None:
+def to_an_overflow(task: Task, handle: amp.AmpHandle, size: float = 2.0**20) -> None:
     """Two steps, and a third pass, which overflows."""
     for _ in range(2):
         task.optimizer.zero_grad()
         task.step(handle, 2.0**-4)
     task.optimizer.zero_grad()
-    task.backward(handle, 2.0**20)
+    task.backward(handle, size)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +300,12 @@ def test_what_is_between_a_pass_and_its_step_counts(
     assert handle.last_step.stepped == bool(moved)
     assert task.moved - before == moved
     assert handle.loss_scale == 2.0**15
+
+
+def test_a_users_function_casts_the_gradient_that_stays(task: Task, handle: amp.AmpHandle) -> None:
+    function = amp.half_function(lambda x: ag.mul(x, 0.5))
+    to_an_overflow(task, handle, 4.0)
+    assert (function(ag.tensor(task.weight.grad)).value.to_host() == 2.0).all()
 
 
 @contextmanager
