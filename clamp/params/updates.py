@@ -170,13 +170,13 @@ def changed_since(tensor: Tensor, then: tuple[int, int], *, surely: bool = False
         surely: not one of which nothing is known any more.
     """
     is_written = writes.surely_since if surely else writes.since
-    if is_written(tensor.buffer, then[0]):
-        return True
-    if _Steps.made == then[1]:
-        return False
     base = bridge.base_of(tensor)
     own = tensor if base is None else base
-    return any(getattr(x, "_stepped_at", 0) > then[1] for x in (own, bridge.master_of(own)))
+    master = bridge.master_of(own)
+    memory = master.memory if isinstance(master, MasterInParts) else None if master is None else master.buffer
+    if any(is_written(buffer, then[0]) for buffer in (tensor.buffer, memory) if buffer is not None):
+        return True
+    return any(getattr(x, "_stepped_at", 0) > then[1] for x in (own, master))
 
 
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
@@ -205,7 +205,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
             return None
     stepped = [master for master, _ in found]
     _Steps.made += 1
-    moved = [*stepped, *bridge.stepped(optimizer)] if bridge.has_rule(optimizer) else getattr(optimizer, "params", ())
+    moved = bridge.stepped(optimizer) if bridge.has_rule(optimizer) else getattr(optimizer, "params", ())
     for param in moved:  # of an optimizer that nobody knows, all
         if isinstance(param, Tensor):
             param._stepped_at = _Steps.made

@@ -16,6 +16,7 @@ from netcl.nn.layers import Linear, Sequential
 from netcl.ops import attention, norm_rope
 from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD
+from netcl.optim.ema import ModelEMA
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tensor
@@ -285,7 +286,14 @@ MOVES: dict[str, Callable[[Tensor, Any], None]] = {
     "step": lambda weight, optimizer: optimizer.step(),
     "write": lambda weight, optimizer: weight.write(np.ones((8, 8), np.float32)),
     "step by hand": lambda weight, optimizer: _assign(weight, ag.mul(ag.tensor(weight), 0.5).value),
+    "average": lambda weight, optimizer: _average(weight).copy_to_model(),
 }
+
+
+def _average(weight: Tensor) -> ModelEMA:
+    average = ModelEMA(None, params=[weight])
+    average.shadow[0].write(np.ones((8, 8), np.float32))
+    return average
 
 
 def _assign(weight: Tensor, value: Tensor) -> None:
@@ -298,7 +306,7 @@ def _gradients_after_moving(
     """The gradients of an input and a weight that has moved between forward and backward, if ``move`` says how."""
     rng = np.random.default_rng(0)
     weight = Parameter.from_host(queue, rng.standard_normal((8, 8)).astype(np.float32))
-    model = Sequential(Linear(queue, 8, 8, bias=False))
+    model = Sequential(Linear(queue, 8, 8))
     model.layers[0].weight = weight
     optimizer = SGD(model.parameters(), lr=0.5)
     if level == "O2":
@@ -307,8 +315,8 @@ def _gradients_after_moving(
     x.requires_grad = True
     loss = ag.sum(function(ag.tensor(x), weight))
     if move:
-        if has_gradient:
-            optimizer.params[0].grad = to_device(queue, np.ones((8, 8)))
+        stepped = optimizer.params[0 if has_gradient else 1]
+        stepped.grad = to_device(queue, np.ones(stepped.shape))
         before = to_numpy(weight)
         MOVES[move](weight, optimizer)
         assert (to_numpy(weight) == before).all() != has_gradient
@@ -330,7 +338,7 @@ def test_a_weight_that_backward_reads_must_not_move(queue: cl.CommandQueue, name
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("move", ["step", "write"])
+@pytest.mark.parametrize("move", ["step", "write", "average"])
 def test_a_weight_may_move_whose_copy_backward_reads(queue: cl.CommandQueue, level: str, move: str) -> None:
     with amp.init(loss_scale=1.0):
         before = _gradients_after_moving(queue, WEIGHED["matmul"], "", level)
@@ -338,10 +346,11 @@ def test_a_weight_may_move_whose_copy_backward_reads(queue: cl.CommandQueue, lev
             assert_same(_gradients_after_moving(queue, WEIGHED["matmul"], move, level), before)
 
 
-def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(queue: cl.CommandQueue) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(queue: cl.CommandQueue, level: str) -> None:
     """It has no gradient: two losses of one optimizer's, in turns."""
-    with amp.init(dtype="float32"):
+    with amp.init(dtype="float32") if level == "O1" else amp.init(loss_scale=1.0):
         before, after = (
-            _gradients_after_moving(queue, WEIGHED["matmul"], move, has_gradient=False) for move in ("", "step")
+            _gradients_after_moving(queue, WEIGHED["matmul"], move, level, has_gradient=False) for move in ("", "step")
         )
         assert_same(after, before)
