@@ -54,18 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = arguments(argv)
     try:
-        run: Callable[[argparse.Namespace], int] = resolve_name(_COMMANDS[args.command][0])
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in EXTRAS:
-            raise
-        print(f"python -m clamp {args.command} needs {missing}: pip install {missing}", file=sys.stderr)
-        return 1
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # drivers write progress to the logs of netcl's kernels
             try:
-                status = run(args)
+                status = _function_of(args.command)(args)
             except (CommandError, NoDeviceError, UnknownDeviceError) as error:
                 print(error, file=sys.stderr)
                 status = getattr(error, "status", 1)
@@ -78,6 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or python complains when it flushes at its end
         return 1
     return status
+
+
+def _function_of(command: str) -> Callable[[argparse.Namespace], int]:
+    """Imports a command's function.
+
+    Raises:
+        CommandError: a package is missing that the command needs.
+    """
+    try:
+        function: Callable[[argparse.Namespace], int] = resolve_name(_COMMANDS[command][0])
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        raise CommandError(f"python -m clamp {command} needs {missing}: pip install {missing}") from error
+    return function
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
