@@ -154,6 +154,7 @@ def compare_step(
         ValueError: an unknown dtype, level or function; the step ran no op on a device.
         RuntimeError: the step makes a recording of netcl's own (``runtime.capture``, ``ForwardCompiler``,
             ``CompiledGraph``), whose ops have no values. Recorded functions and graphs run as they are meanwhile.
+        OutOfMemoryError: an op cannot be computed once more for want of device memory.
     """
     if dtype is not None:
         dtype = check_dtype(dtype)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
+import pyopencl as cl
 from numpy.typing import NDArray
 
 from clamp import bridge
@@ -90,6 +91,8 @@ class Float32Reference:
         try:
             with holding(self, "_is_calling", True), forward_again():
                 call(copy)
+        except (MemoryError, cl.MemoryError):  # that says nothing of the op
+            raise
         except Exception:  # a user's kernels, which read 16 bits only: their op has no counterpart
             return []
         return [Reference(one, call, number) for number, one in enumerate(self._found)]

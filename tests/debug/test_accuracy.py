@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyopencl as cl
@@ -168,6 +169,12 @@ def test_op_of_the_users_own_is_estimated(queue: cl.CommandQueue) -> None:
         assert compare_accuracy(step(1.0)).suspects == []
         found = compare_accuracy(step(1.1)).suspects
     assert {(value.function, value.is_estimate) for value in found} == {("own", True)}
+
+
+def test_a_lack_of_memory_is_no_estimate(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clamp.debug.float32_reference.cast_into", Mock(side_effect=cl.MemoryError("no more")))
+    with amp.init(), pytest.raises(cl.MemoryError, match="no more"):
+        compare_accuracy(step_of(queue, tanhs(queue)))
 
 
 # ------------------------------------------------------------------------------------------ sound models
