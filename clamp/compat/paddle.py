@@ -254,7 +254,9 @@ class GradScaler(FaceScaler):
         incr_every_n_steps: int = 2000, decr_every_n_nan_or_inf: int = 1, use_dynamic_loss_scaling: bool = True,
     ) -> None:  # fmt: skip
         enable = yes_or_no(type(self).__name__, "enable", enable)
-        moves = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", use_dynamic_loss_scaling)
+        moves = use_dynamic_loss_scaling
+        if enable:
+            moves = yes_or_no(type(self).__name__, "use_dynamic_loss_scaling", moves)
         self._init_scale = init_loss_scaling
         settings = {"growth": incr_ratio, "backoff": decr_ratio, "interval": incr_every_n_steps}
         self._set_up(enable, init_loss_scaling, **settings, hysteresis=decr_every_n_nan_or_inf)

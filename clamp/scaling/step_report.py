@@ -248,8 +248,8 @@ def skips_error(skips: int, scaler: LossScale | None, scale: float, bad: NonFini
         )
     return FloatingPointError(
         f"{skips} steps in a row were skipped{floor}: {why}. Non-finite gradients: "
-        f"{', '.join(bad.names) or 'none any more'}. handle.explain(step), or graph.explain(x), runs a step once "
-        "more and names the op where they began."
+        f"{', '.join(bad.names) or 'none any more'}. amp.debugging.explain(step) runs a step once more and names the "
+        "op where they began."
     )
 
 

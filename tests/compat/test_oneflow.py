@@ -210,7 +210,7 @@ def test_bad_use_says_what_to_do(queue: cl.CommandQueue) -> None:
             return float(loss.value.to_host()[0])
 
     class Untrained(Infer):
-        def build(self, x: Any) -> Any:
+        def build(self, x: Any, factor: float = 1.0) -> Any:
             return ag.sum(self.model(x)).backward()
 
     with pytest.raises(RuntimeError, match=r"ran no loss.backward"):

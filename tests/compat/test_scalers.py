@@ -383,7 +383,7 @@ def test_a_copy_goes_on_by_itself_from_the_start_of_an_iteration(
 def test_disabled_it_passes_through(queue: cl.CommandQueue, face: str) -> None:
     names = FACES[face]
     run = Run(queue, face)
-    run.scaler.one = off = names.scaler(**{names.enabled: False})
+    run.scaler.one = off = names.scaler(**{**dict.fromkeys(names.arguments.values(), 3j), names.enabled: False})
     loss = summed(run.param)
     assert off.scale(loss) is loss
     assert run.calls("b u u s s U U .") == [1.0] * 8
