@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -224,7 +225,8 @@ class RecordedFunction:
         return attempt.watch.change(libraries=False)
 
     def _replay(self, call: Arguments, known: Known, recorded: Replayable) -> Any:
-        return recorded.replay(call, known)
+        with self._variants.following() if recorded.changes_host else nullcontext():
+            return recorded.replay(call, known)
 
     def _record(self, key: Key, call: Arguments, before: Watch, known: Known, earlier: Replayable | None = None) -> Any:
         """Runs the function and records it, or, if there is an earlier recording that fits, compares it with that."""
@@ -276,6 +278,7 @@ class RecordedFunction:
             self._variants.run_always(key)
             self._say(why)
             return self._detached(result)
+        made.changes_host = before.has_followed
         self._variants.add(key, made, before)
         return made.of_recording()
 

@@ -103,6 +103,9 @@ class Replayable:
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
         self.plan, self.watch = ReplayPlan(attempt, given, self._state.values(), moving), watch
         self.calls = 0  # that it could be replayed for
+        self.changes_host = (
+            False  # what is watched, in steps on the host: the optimizer's count of steps, if that is read
+        )
 
     def attempt_to_compare(self, before: Watch) -> Attempt:
         """Returns what records the same call once more, to be compared with this."""
@@ -209,9 +212,12 @@ class Replayable:
     def misfit(self, inputs: Sequence[Tensor], known: Known) -> str:
         """Returns why a call with these tensors, and the gradients that are there, cannot replay it; empty if it
         can."""
-        if change := self._gradients.change(known) or ("" if self.watch.holds() else self.watch.change()):
+        if change := self._gradients.change(known) or self._change():
             return change
         return self.plan.misfit([*[inputs[index] for index in self._inputs], *[x.grad for x in self._entered]])
+
+    def _change(self) -> str:
+        return "" if self.watch.holds() else f"{self.watch.change()} changes"
 
     def replay(self, call: Arguments, known: Known) -> Any:
         """Does what the function does, and returns what it returns."""
@@ -346,7 +352,7 @@ class InPlace(Replayable):
         self._inputs, self._entered = list(range(len(self._call.tensors))), []
 
     def misfit(self, inputs: Sequence[Tensor], known: Known) -> str:
-        return self.plan.misfit(inputs) if self.watch.holds() else self.watch.change()  # it finds no gradients
+        return self._change() or self.plan.misfit(inputs)  # it finds no gradients
 
     def _leave(self, call: Arguments, made: dict[int, Tensor], found: Container[int]) -> None:
         for tensor, grad in self._exits:

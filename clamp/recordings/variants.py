@@ -107,7 +107,8 @@ class Variants:
             return kind.ran
         self._new_states += 1
         if self._new_states >= _PATIENCE:
-            self._stop(kind.ran.change() if kind is not None and kind.ran is not None else self._difference(key))
+            ran = None if kind is None else kind.ran
+            self._stop(self._difference(key) if ran is None else f"{ran.change()} changes")
         return None
 
     def ran(self, key: Key, watch: Watch) -> None:
@@ -126,7 +127,7 @@ class Variants:
         new, old = _changed_tensors(unknown_tensors, kind.unconfirmed)
         self._made += 1
         if self._made >= _UNREPAID and self._replays < 3 * self._made:
-            self._stop(self._difference(key))
+            self._stop(kind.why or self._difference(key))
         kind.ran = recorded.watch
         still, used = {id(tensor) for tensor in recorded.watch.tensors}, recorded.plan.dependencies.places
         # The next run would read the tensor that is there after this one.
@@ -210,7 +211,7 @@ class Variants:
         self._warn(why)
 
     def _difference(self, key: Key) -> str:
-        last = next(reversed(self._kinds), None)
+        last = next((other for other in reversed(self._kinds) if other != key), None)
         return "" if last is None else what_differs(last, key)
 
     def _warn(self, why: str) -> None:

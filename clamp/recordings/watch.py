@@ -94,6 +94,7 @@ class Watch:
         self.tensors: list[Tensor] = []  # that were met
         self.optimizers: list[Any] = []  # that were met
         self.returned: tuple[Any, ...] = ()  # numbers, by the run that it was looked at after
+        self.has_followed = False  # something that a pass has changed itself
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
@@ -130,10 +131,10 @@ class Watch:
     @contextmanager
     def following(watches: Iterable[Watch]) -> Iterator[None]:
         """Around a pass, or a part of one: what it changes itself, a counter, a table that it makes, is no change."""
-        before = [(part, part.flags()) for watch in watches for part in watch._parts]
+        before = [(watch, part, part.flags()) for watch in watches for part in watch._parts]
         yield
-        for part, agreed in before:
-            part.follow(agreed)
+        for watch, part, agreed in before:
+            watch.has_followed |= part.follow(agreed)
 
     # ------------------------------------------------------------------------------------------ the walk
 

@@ -52,13 +52,15 @@ class WatchedPart:
             return self.label((), 0)
         return self.label(self.seen, flags.index(False))
 
-    def follow(self, flags: list[bool] | None) -> None:
-        """Takes over the values that agreed before, as ``flags`` says, and do not any more."""
-        now = self.read()
+    def follow(self, flags: list[bool] | None) -> bool:
+        """Takes over the values that agreed before, as ``flags`` says, and do not any more; returns whether there are
+        any."""
+        now, before = self.read(), self.seen
         if flags is not None and len(now) == len(self.seen):
             self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, self.seen, flags, strict=True))
         elif flags is not None and all(flags):
             self.seen = now
+        return len(before) != len(self.seen) or not all(map(is_same, self.seen, before))
 
 
 def is_same(now: Any, seen: Any) -> bool:

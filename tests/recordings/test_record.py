@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod, reduce
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from netcl import autograd as ag
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Conv2d, Dropout, Flatten, Linear, ReLU, Sequential
 from netcl.ops.elementwise import elementwise_binary
-from netcl.optim import SGD, clip_grad_norm
+from netcl.optim import SGD, Adam, clip_grad_norm
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp, session
@@ -904,6 +905,7 @@ def test_what_is_not_worth_recording_is_recorded_no_more(queue: cl.CommandQueue,
             np.testing.assert_array_equal(double(inputs[size]).value.to_host(), np.full(size, 2 * size))
             made += [double._variants._made] if said else []
     assert ["is recorded again and again" in str(one.message) for one in said] == [True]
+    assert "has another shape" in str(said[0].message)
     assert len(made) > 200
     assert made[0] == made[-1] < 100
 
@@ -1057,3 +1059,52 @@ def test_results_of_recorded_calls_have_no_graph(queue: cl.CommandQueue) -> None
                     ag.sum(node).backward()
             np.testing.assert_array_equal(to_numpy(product.value), np.full((2, 2), 2.0))
             assert rest["number"] == 3
+
+
+def test_counts_that_replays_raise_themselves_do_not_end_them(queue: cl.CommandQueue) -> None:
+    """Those of the average and, since the function names an attribute ``t``, of Adam, with two sizes of batches."""
+    batches = [batch(queue, rows, 8, 4) for rows in (8, 5)]
+    schedule = SimpleNamespace(t=1.0)
+
+    def train(recorded: bool) -> tuple[list[Any], int, int]:
+        model = mlp(queue, 8, 16, 4)
+        optimizer, average = Adam(model.parameters(), lr=1e-2), ModelEMA(model, decay=0.9)
+
+        def step(x: Tensor, y: Tensor) -> Node:
+            optimizer.zero_grad()
+            loss = ag.mul(loss_of(model, (x, y)), schedule.t)
+            scaled_backward(handle, loss, optimizer)
+            optimizer.step()
+            average.update()
+            return loss
+
+        call = amp.record(step) if recorded else step
+        with amp.init(dtype="float32") as handle:
+            for number in range(24):
+                call(*batches[number % 2])
+        made = call._variants._made if recorded else 0
+        return [x.to_host() for x in [*model.parameters(), *average.shadow]], made, optimizer.t
+
+    plain, _, count = train(recorded=False)
+    replayed, made, counted = train(recorded=True)
+    assert_same(plain, replayed)
+    assert (made, counted) == (2, count)
+
+
+def test_the_warning_names_what_keeps_calls_from_replaying(queue: cl.CommandQueue) -> None:
+    settings = {"factor": 0.0}
+    x = to_device(queue, np.ones((3, 4)))
+    amp.init(dtype="float32")
+
+    @amp.record
+    def scaled(x: Tensor) -> Node:
+        with ag.no_grad():
+            return ag.mul(ag.tensor(x), settings["factor"])
+
+    def new_every_second_time() -> None:
+        for number in range(80):
+            settings["factor"] = float(number // 2)
+            scaled(x)
+
+    with pytest.warns(UserWarning, match=r"in each call .*settings\['factor'\] changes\. From now on"):
+        new_every_second_time()
