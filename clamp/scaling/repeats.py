@@ -94,6 +94,8 @@ class Repeats:
         """
         if not (first := self._overflow()):
             return
+        if self._loss is not None and not np.isfinite(self._loss.to_host()).all():  # nor will it be at any scale
+            return
         found, changes, scale = [(x, x.grad) for x in self._reached], self._scaler.changes, None
         with self._apart(self._before):
             try:
@@ -114,8 +116,7 @@ class Repeats:
         scales = [self._before.scale if self._earlier is None else self._earlier.read()]
         while scales[-1] > rule.min:
             scales.append(max(scales[-1] * rule.backoff, rule.min))
-        is_hopeless = self._loss is not None and not np.isfinite(self._loss.to_host()).all()
-        again = None if is_hopeless or len(scales) < 2 else self._find()
+        again = None if len(scales) < 2 else self._find()
         if again is None:
             return None
         found = self._found(scales, again) if self._is_as_left(scales[0], again) else None
