@@ -62,16 +62,16 @@ def give_storage(tensor: Tensor, source: Tensor) -> None:
     """Puts another tensor's storage and dtype under ``tensor``; ``source`` must not be used any more."""
     tensor.wait()
     finish_if_shared(tensor.queue, tensor.buffer)
-    vars(tensor).update(buffer=source.buffer, dtype=source.dtype, pool_handle=source.pool_handle)
-    source.pool_handle = None
+    handle, source.pool_handle = source.pool_handle, None  # of two owners, where Ctrl-C comes, both would give it back
+    vars(tensor).update(buffer=source.buffer, dtype=source.dtype, pool_handle=handle)
 
 
 def take_storage(tensor: Tensor) -> Tensor:
     """A new tensor that owns the storage of ``tensor``, which needs another one then."""
     tensor.wait()
-    taken = alias(tensor, tensor.pool_handle)
-    taken.persistent, taken.host_ref = tensor.persistent, tensor.host_ref
-    tensor.pool_handle = tensor.host_ref = None
+    taken = alias(tensor)
+    taken.persistent, taken.host_ref, tensor.host_ref = tensor.persistent, tensor.host_ref, None
+    taken.pool_handle, tensor.pool_handle = tensor.pool_handle, None  # at once, as above
     return taken
 
 

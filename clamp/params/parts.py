@@ -110,8 +110,8 @@ def make_whole(master: Tensor) -> None:
     master.__class__ = Tensor
     attributes.update(buffer=None)
     if whole is not None:
-        attributes.update(buffer=whole.buffer, pool_handle=whole.pool_handle)
-        whole.pool_handle = None
+        handle, whole.pool_handle = whole.pool_handle, None  # at once: of two owners both would give it back
+        attributes.update(buffer=whole.buffer, pool_handle=handle)
     del attributes["parts"], attributes["_whole"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.core import memory
 from netcl.optim import SGD
 
 from clamp import amp, bridge, session
@@ -210,6 +211,27 @@ def test_parameters_follow_their_masters_where_another_fails_to(queue: cl.Comman
         if (to_numpy(param) != to_numpy(bridge.master_of(param)).astype(np.float16)).any()
     ]
     assert len(behind) == 1
+
+
+@pytest.mark.parametrize(
+    "move", [bridge.take_storage, lambda x: bridge.give_storage(bridge.empty(x.queue, (8,), "float32"), x)]
+)
+def test_memory_has_one_owner_at_a_time(queue: cl.CommandQueue, move: Callable[[Any], Any]) -> None:
+    """It is given back once, and not while it is a tensor's, wherever Ctrl-C comes."""
+    place, where, back = 0, "", list[Any]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory.PersistentBufferPool, "release", lambda pool, handle: back.append(handle))
+        while where is not None:
+            tensor, events = bridge.empty(queue, (64,), "float32"), Events(("move", place), "line")
+            handle = tensor.pool_handle
+            with suppress(KeyboardInterrupt), as_python_does(), events.counted():
+                events.phase = "move"
+                move(tensor)
+            events.phase, where, place = "", events.where, place + 1
+            assert not (tensor.pool_handle is handle and any(x is handle for x in back)), where
+            del tensor
+            assert sum(x is handle for x in back) <= 1, where
+    assert place > 3
 
 
 @pytest.mark.parametrize("name", ["cast_calls", "to_16_bit"])
