@@ -114,7 +114,8 @@ def initialize(
             ``modules``, that contradict it.
         TypeError: ``enabled`` is a text, something is no model, or no optimizer, an optimizer cannot step parameters
             without fp32 masters, or ``modules`` is no dict.
-        ValueError: a model is 16-bit already, or an unknown dtype, number of losses or loss scale.
+        ValueError: a model is 16-bit already, and not by an earlier call with this dtype; or an unknown dtype, number
+            of losses or loss scale.
     """
     result = models if optimizers is None else (models, optimizers)
     if not yes_or_no("amp.initialize", "enabled", enabled):
