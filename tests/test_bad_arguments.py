@@ -228,6 +228,9 @@ def test_what_was_refused_says_what_to_pass(queue: cl.CommandQueue) -> None:
         r"pass the queue .* got <pyopencl.Device": lambda: amp.is_bfloat16_supported(queue.device),
         r"pass the queue .* got <pyopencl.Context": lambda: amp.get_amp_supported_dtype(queue.context),
         r"amp.max_memory: reset is 'no'": lambda: amp.max_memory(reset="no"),
+        r"mse_loss: target is int32, .* convert it, Tensor.from_host": lambda: amp.autocast()(ag.mse_loss)(
+            to_device(queue, np.ones(4)), Tensor.from_host(queue, np.ones(4, np.int32), dtype="int32")
+        ),
         r"compare_accuracy: tolerance is 'x'": lambda: amp.debugging.compare_accuracy(len, tolerance="x"),
         r"TensorCheckerConfig: enable is 'no'": lambda: amp.debugging.TensorCheckerConfig("no"),
         r"debug must be None, .* got 3": lambda: amp.init(debug=3),

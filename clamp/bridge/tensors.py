@@ -430,7 +430,7 @@ def require_same_queue(name: str, *tensors: Tensor) -> cl.CommandQueue:
         if tensor.queue is not queue and tensor.queue != queue:
             raise ValueError(
                 f"{name}: the tensors are on different queues or devices "
-                f"({_where(tensors[0])} and {_where(tensor)}); copy them to one queue first"
+                f"({_where(tensors[0])} and {_where(tensor)}); copy one, Tensor.from_host(queue, x.to_host())"
             )
     return queue
 

@@ -225,7 +225,7 @@ def require_floats(name: str, **operands: Operand) -> None:
         if operand.value.dtype not in bridge.STORAGE:
             raise TypeError(
                 f"{name}: {argument} is {operand.value.dtype}, and must be float32, float16 or bfloat16; "
-                f"convert it first"
+                "convert it, Tensor.from_host(queue, x.to_host().astype(numpy.float32))"
             )
 
 

@@ -248,7 +248,7 @@ def read_run(path: str | Path) -> Run:
     try:
         return checked(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # of which broken JSON, and other bytes than UTF-8, are kinds
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f'{path}: {error} (handle.report("run.json", step) writes a run)') from error
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
