@@ -16,7 +16,9 @@ import numpy as np
 import pyopencl as cl
 import pytest
 from netcl import autograd as ag
+from netcl.nn.containers import GELU
 from netcl.optim import SGD
+from netcl.optim.ema import ModelEMA
 
 import clamp
 from clamp import amp, session
@@ -469,3 +471,24 @@ def test_a_gradient_that_does_not_belong_to_the_result_is_refused(queue: cl.Comm
 def test_a_backward_from_what_is_no_node_says_so(queue: cl.CommandQueue, loss: Any) -> None:
     with amp.init(), pytest.raises(TypeError, match=r"from the node of a loss, .* under no_grad, or from bare tensors"):
         ag.Tape().backward(to_device(queue, np.ones(1)) if loss == "a tensor" else loss)
+
+
+def test_arguments_that_netcl_does_not_take_are_refused_in_its_words(queue: cl.CommandQueue) -> None:
+    model = mlp(queue, 4, 4)
+    average = ModelEMA(model)
+    calls: dict[str, Callable[[], Any]] = {
+        "update": lambda: average.update(model),
+        "from_host": lambda: Tensor.from_host(queue),
+        "Sequential": lambda: model(1, 2),
+        "backward": lambda: ag.Tape().backward(),
+        "forward": lambda: GELU().forward(),
+    }
+
+    def message(call: Callable[[], Any]) -> str:
+        with pytest.raises(TypeError, match="positional argument") as said:
+            call()
+        return str(said.value)
+
+    netcls = {name: message(call) for name, call in calls.items()}
+    amp.init()
+    assert {name: message(call) for name, call in calls.items()} == netcls

@@ -11,6 +11,7 @@ whose names are netcl's. ``patch.py`` installs what is registered here as soon a
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -61,12 +62,31 @@ def replaces(name: str) -> Callable[[F], F]:
 def _registered(wrappers: dict[str, Wrapper], names: tuple[str, ...]) -> Callable[[F], F]:
     def register(function: F) -> F:
         def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return function(wrapped, instance, *args, **kwargs)
+            try:
+                return function(wrapped, instance, *args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is None:  # not one for these arguments
+                    raise _in_netcls_words(error, wrapped, args, kwargs) from None
+                raise
 
         wrappers.update(dict.fromkeys(names, wrapper))
         return function
 
     return register
+
+
+def _in_netcls_words(error: TypeError, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+    """Returns what netcl's function says of arguments that it does not take either: it has the name that was called."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        try:
+            function(*args, **kwargs)
+        except TypeError as its_own:
+            return its_own.with_traceback(None)
+    except ValueError:  # one of C has no signature
+        pass
+    return error
 
 
 @cache
