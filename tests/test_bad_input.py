@@ -59,16 +59,6 @@ def test_the_optimizer(queue: cl.CommandQueue, handle: amp.AmpHandle) -> None:
         handle.wrap_optimizer(SGD(model.parameters()), num_loss=0)
 
 
-def test_mixed_queues(queue: cl.CommandQueue) -> None:
-    other = cl.CommandQueue(queue.context, queue.device)
-    a, b = ag.tensor(to_device(queue, np.ones((4, 4)))), ag.tensor(to_device(other, np.ones((4, 4))))
-    for function in (ag.matmul_op, ag.add, ag.mse_loss, ag.bmm):
-        with pytest.raises(ValueError, match=f"^{function.__name__}: .*different queues.*Tensor.from_host"):
-            function(a, b)
-        with amp.autocast(enabled=False), pytest.raises(ValueError, match=f"^{function.__name__}: .*different queues"):
-            function(amp.cast(a, "float16"), amp.cast(b, "float16"))
-
-
 @dataclass(frozen=True)
 class Given:
     """A tuple that is passed as it is."""

@@ -141,6 +141,8 @@ def linear_relu(
     xo, wo = casting.operands(x, w)
     # A bias is read in its own dtype (policy match), so it takes no part in the casting.
     bo = None if bias is None else as_is(bias)
+    if bo is not None:
+        bridge.require_same_queue("linear_relu", xo.parent.value, bo.value)
     if len(xo.shape) != 2 or len(wo.shape) != 2:
         raise ValueError(f"linear_relu takes x (M, K) and w (K, N), got {xo.shape} and {wo.shape}")
     if xo.shape[1] != wo.shape[0]:

@@ -172,7 +172,7 @@ def _operands(casting: Casting, x: Any, *coordinates: Any) -> list[Operand]:
     """x under the policy, coordinates as they are; all floating and on one queue."""
     (operand,) = float_operands(casting, x)
     others = floats_as_is(*coordinates)
-    bridge.require_same_queue("grid_sample", operand.parent.value, *(other.value for other in others))
+    bridge.require_same_queue(casting.function, operand.parent.value, *(other.value for other in others))
     return [operand, *others]
 
 

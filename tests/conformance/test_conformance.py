@@ -331,6 +331,25 @@ def test_other_dtypes_are_read_as_what_they_are_or_refused(queue: cl.CommandQueu
             np.testing.assert_allclose(got, expected, 0.01, close, err_msg=f"{name}: {other} at {places}")
 
 
+@pytest.mark.parametrize("amp_dtype", ["float16"], indirect=True)
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name.removeprefix("netcl.")) for op in ops.TABLE])
+def test_an_input_on_another_queue_is_refused_by_the_name_that_was_called(
+    queue: cl.CommandQueue, amp_dtype: str, op: Op
+) -> None:
+    other = cl.CommandQueue(queue.context, queue.device)
+    for case, name in product(op.cases, namesakes(op)):
+        arrangement = arrange(op, case, "half", amp_dtype)
+        here, there = (nodes_of(on, case, arrangement) for on in (queue, other))
+        if len(here) == 1 or _NOT_TAKEN.get(name) in case.kwargs:
+            continue
+        for place, active in product(range(len(here)), (True, False)):
+            nodes = [*here[:place], there[place], *here[place + 1 :]]
+            args, kwargs = filled(case, nodes if ".autograd." in name else [getattr(x, "value", x) for x in nodes])
+            asked = f"^{name.split('.')[-1]}: .*different queues.*Tensor.from_host"
+            with amp.autocast(active), pytest.raises(ValueError, match=asked):
+                netcl_function(name)(*args, **kwargs)
+
+
 # ---------------------------------------------------------------------------------------- sums of a million terms
 
 _EVERYDAY_LONG = ("softmax-rows_of_19", "index_add-one_row")
