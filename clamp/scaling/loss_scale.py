@@ -154,7 +154,7 @@ class LossScale(bridge.Listed):
             with holding(_thread, "states", {**_thread.states, self: apart}):
                 yield
         finally:
-            self._note(apart.read())
+            self._note(apart)
 
     @contextmanager
     def held(self, _: ScaleState) -> Iterator[None]:
@@ -166,15 +166,17 @@ class LossScale(bridge.Listed):
                 yield
             finally:
                 met = self.read()
-                self._state.write(**before._asdict(), event=0, found=0)
-                self._note(met)
+                overflow, nans = before.overflow | met.overflow, before.nans | met.nans
+                self._state.write(**before._replace(overflow=overflow, nans=nans)._asdict(), event=0, found=0)
 
-    def _note(self, met: ScaleState) -> None:
-        """Adds the overflows of a state to those of this one."""
-        if met.overflow:
+    def _note(self, apart: DeviceState) -> None:
+        """Adds the overflows of a state, which waits for the device only where that has it, to those of this one."""
+        met = apart.words()[0]
+        if met["overflow"]:
             with scale_lock:
                 now = self.read()
-                self._state.write(overflow=now.overflow | met.overflow, nans=now.nans | met.nans)
+                overflow, nans = now.overflow | int(met["overflow"]), now.nans | int(met["nans"])
+                self._state.write(overflow=overflow, nans=nans)
 
     def on(self, queue: cl.CommandQueue) -> LossScale:
         """The scale on a queue: itself on the first one that it is asked for, a copy on each further one.
