@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pyopencl as cl
 
 from clamp.bridge.tensors import Parameter, Tensor, alias, is_frozen, mark_trained
-from clamp.interrupts import contextmanager
+from clamp.interrupts import contextmanager, holding, of_threads
 
 
 def model_parameter(param: Tensor) -> Tensor:
@@ -78,15 +80,55 @@ def take_storage(tensor: Tensor) -> Tensor:
 @contextmanager
 def showing(tensor: Tensor, other: Tensor) -> Iterator[None]:
     """Inside the ``with``, ``tensor`` reads from and writes to another one's storage, in its dtype; what other storage
-    it is given there is the other one's."""
-    before = tensor.buffer, tensor.dtype
+    it is given there is the other one's. All that in this thread: others, which may compute with it, do not notice."""
+    buffer = other.buffer  # which may be made of the tensor's own
+    shown = {"buffer": buffer, "dtype": other.dtype}
     try:
-        tensor.buffer, tensor.dtype = other.buffer, other.dtype
-        yield
-        if tensor.buffer is not other.buffer:
-            other.buffer = tensor.buffer
+        _count_shown(tensor, 1)
+        with holding(_thread, "shown", {**_thread.shown, id(tensor): shown}):
+            yield
+        if shown["buffer"] is not buffer:
+            other.buffer = shown["buffer"]
     finally:
-        tensor.buffer, tensor.dtype = before
+        _count_shown(tensor, -1)
+
+
+class _Showing(threading.local):
+    """What this thread sees of tensors, by their ids, in place of what they have."""
+
+    def __init__(self) -> None:
+        self.shown: dict[int, dict[str, Any]] = {}
+
+
+_thread = of_threads(_Showing())
+_lock = threading.RLock()
+_shown: dict[int, int] = {}  # in how many places some thread sees another tensor in place of one, by id
+
+
+def _count_shown(tensor: Tensor, more: int) -> None:
+    with _lock:
+        kind, count = type(tensor), _shown.pop(id(tensor), 0) + more
+        own = kind.__base__ if hasattr(kind, "is_by_thread") else kind
+        if count > 0:
+            _shown[id(tensor)] = count
+        tensor.__class__ = _by_thread(own) if count > 0 else own
+
+
+@cache
+def _by_thread(kind: type) -> type:
+    """A class of tensors whose memory and dtype are those of what is shown in a thread in their place."""
+
+    def attribute(name: str) -> property:
+        def read(tensor: Tensor) -> Any:
+            return _thread.shown.get(id(tensor), vars(tensor))[name]
+
+        def write(tensor: Tensor, value: Any) -> None:
+            _thread.shown.get(id(tensor), vars(tensor))[name] = value
+
+        return property(read, write)
+
+    members = {"buffer": attribute("buffer"), "dtype": attribute("dtype"), "is_by_thread": True}
+    return type(kind.__name__, (kind,), members)
 
 
 @contextmanager

@@ -469,6 +469,30 @@ def test_clipping_keeps_the_masters_precision(queue: cl.CommandQueue) -> None:
     assert ((values < 1) & (values > 1 - 2e-6)).all(), "updates far below an ulp of float16 add up"
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_another_thread_computes_with_a_parameter_while_its_master_is_shown(queue: cl.CommandQueue, dtype: str) -> None:
+    """As one evaluates, or trains, while another one averages, or saves."""
+    with amp.init(dtype=dtype, level="O2"), ThreadPoolExecutor(1) as thread:
+        model, (x, _) = mlp(queue, 8, 16, 4), batch(queue, 4, 8, 4)
+        amp.decorate(model, SGD(model.parameters(), lr=0.1), level="O2", dtype=dtype)
+
+        def evaluate() -> tuple[list[str], np.ndarray]:
+            return [param.dtype for param in model.parameters()], model(ag.tensor(x)).value.to_host()
+
+        expected, seen = evaluate(), []
+        with masters.showing_masters(model.parameters(), load=True):
+            seen.append(thread.submit(evaluate).result())
+            for _ in range(2):  # also after what is inside of it
+                assert {param.dtype for param in model.parameters()} == {"float32"}
+                with masters.showing_masters(model.parameters()):
+                    pass
+        seen.append(evaluate())
+        for dtypes, value in seen:
+            assert dtypes == expected[0] == [dtype] * len(dtypes)
+            assert_same(value, expected[1])
+        assert {type(param) for param in model.parameters()} == {Parameter}
+
+
 def test_moving_averages_of_two_threads_take_turns(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """netcl has one kernel for both, and would launch it in one with the arguments of the other."""
     at_once, met = threading.Barrier(2), []
