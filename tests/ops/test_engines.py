@@ -57,6 +57,21 @@ def test_small_products(rows: int, dtypes: tuple[str, str], on_cpu: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("columns", "k", "along", "on_cpu"),
+    [(64, 256, True, "direct"), (65, 256, True, "packed"), (64, 255, True, "packed"), (64, 256, False, "packed")],
+)
+def test_products_of_few_columns_are_packed_by_who_multiplies(columns: int, k: int, along: bool, on_cpu: str) -> None:
+    for dtype, device, name in (
+        (F32, CPU, on_cpu),
+        (F16, CPU, on_cpu),
+        (F16, GPU, "tiled"),
+        (BF16, FAST_DOT, "dot_bf16"),
+    ):
+        product = Product(dtype, dtype, k, columns, device, rows=2**14, a_along_k=along)
+        assert name == gemm.choose(product).NAME
+
+
+@pytest.mark.parametrize(
     ("dtype", "parts", "device"),
     [
         (BF16, 1, replace(CPU, amx=True)), (F16, 2, replace(CPU, amx=True)), (F16, 1, replace(CPU, amx_fp16=True)),

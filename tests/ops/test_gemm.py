@@ -16,7 +16,7 @@ from clamp.bridge import Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
-from clamp.ops.gemm import dot_bf16, gemm, pack_b, rounds_as_it_reads
+from clamp.ops.gemm import direct, dot_bf16, gemm, is_packed, pack_b, rounds_as_it_reads
 from clamp.ops.gemm.problem import operand_a, operand_b
 from tests.ops.gemm_reference import NN, NT, TN, TRANSPOSES, TT, Array, check, check_special_values, laid_out, random
 from tests.reference import MIXTURES, STORAGE_DTYPES, to_device, to_numpy
@@ -395,6 +395,21 @@ def test_small_products_take_one_launch_whichever_engine_pays(
     pays = launches["dot_bf16"] == 1 and m * k * n * count > 5 * 2**19
     assert launches == {"direct": 1, "dot_bf16": expected, "chosen": 1}
     np.testing.assert_array_equal(results["chosen"], results["dot_bf16" if pays else "direct"])
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_product_of_few_columns_writes_no_panels(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch, batch: tuple[int, ...]
+) -> None:
+    if not capabilities(queue).is_cpu:
+        pytest.skip("panels are for CPUs")
+    monkeypatch.setattr(direct, "_SMALL", 0)
+    x, y = laid_out(queue, random(*batch, 101, 257), random(*batch, 257, 5, seed=1), ("float32", "float32"), **NN)
+    with counted_launches() as counted:
+        chosen = gemm(x, y, out_dtype="float32")
+    assert len(counted) == 1
+    assert not is_packed(x, y), "nor is a weight packed that is multiplied with again and again"
+    np.testing.assert_array_equal(chosen.to_host(), gemm(x, y, out_dtype="float32", engine="packed").to_host())
 
 
 def test_panels_of_bfloat16_pairs_serve_bfloat16_only(queue: cl.CommandQueue) -> None:

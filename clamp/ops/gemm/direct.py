@@ -1,7 +1,8 @@
 """The GEMM of small matrices on CPU devices, whose work-items pack what they read themselves (kernels/gemm_direct.cl).
 
 It launches once where the engines of panels launch three times; of larger matrices it would pack every part several
-times over.
+times over, but for those with few columns: most of what is packed is op(A) then, once, by who multiplies it, and no
+panels as large as op(A) are written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def pays(problem: Problem) -> bool:
     """Returns whether packing launches would take longer than packing some parts twice."""
     if not problem.device.is_cpu or problem.rows is None:
         return False
-    return problem.rows * problem.columns * problem.k <= _SMALL
+    # Fewer steps than one block has, of all rows, are packed and read again within the caches.
+    return is_small(problem) or (problem.columns <= _COLUMNS and problem.k >= _KC and problem.a_along_k)
+
+
+def is_small(problem: Problem) -> bool:
+    """Returns whether launches take longer than whatever is packed twice."""
+    return problem.rows is not None and problem.rows * problem.columns * problem.k <= _SMALL
 
 
 def bind(

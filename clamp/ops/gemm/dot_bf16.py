@@ -46,7 +46,7 @@ def pays(problem: Problem) -> bool:
     that pack what `direct` reads as it lies."""
     if not problem.device.fast_dot_bf16:
         return False
-    return not direct.pays(problem) or (problem.pair_launches == 1 and has_enough(problem))
+    return not direct.is_small(problem) or (problem.pair_launches == 1 and has_enough(problem))
 
 
 def launches(a: Matrix, b: Matrix, batches: int) -> int:

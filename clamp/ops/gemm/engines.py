@@ -80,11 +80,12 @@ def choose(problem: Problem, name: str | None = None) -> GemmEngine:
 
 
 def problem_on(
-    queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int, rows: int | None = None, batches: int = 1
-) -> Problem:
+    queue: cl.CommandQueue, a_dtype: str, b_dtype: str, k: int, columns: int, rows: int | None = None, batches: int = 1,
+    a_along_k: bool = False,
+) -> Problem:  # fmt: skip
     """A product on the queue's device, with what this can do, and the engines that are verified there."""
     verified = names_of_verified(MATRIX_UNITS, queue)
-    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), verified, rows, batches)
+    return Problem(a_dtype, b_dtype, k, columns, capabilities(queue), verified, rows, batches, a_along_k)
 
 
 def usual(queue: cl.CommandQueue, dtype: str) -> GemmEngine:

@@ -25,6 +25,7 @@ class Problem:
     verified: frozenset[str] = frozenset()  # names of the engines that must be verified on the device, and are
     rows: int | None = None  # of op(A), if that is known
     batches: int = 1  # pairs of matrices multiplied at once
+    a_along_k: bool = False  # whether the numbers of a row of op(A) lie side by side, as far as that is known
     # launches that the processor's dot product takes for operands that lie as these do, if that is known
     pair_launches: int | None = None
 

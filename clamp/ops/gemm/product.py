@@ -123,7 +123,7 @@ def _product(
     else:
         assert isinstance(right, Matrix)
         batches = c.size // (left.rows * right.rows)
-        problem = _problem(right, a.dtype, left.rows, reads, batches)
+        problem = _problem(right, a.dtype, left.rows, reads, batches, left.stride_k == 1)
         if dot_bf16.fits(problem):
             problem = replace(problem, pair_launches=dot_bf16.launches(left, right, batches))
         chosen = choose(problem, engine)
@@ -174,7 +174,7 @@ def is_packed(a: Tensor, b: Tensor, *, transpose_b: bool = False) -> bool:
     known: bool | None = _are_packed.known.get(key)
     if known is None:
         right = _matrix("pack_b", "b", b, transpose_b, operand_b)
-        problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]))
+        problem = problem_on(b.queue, a.dtype, b.dtype, right.k, right.rows, prod(a.shape[:-1]), a_along_k=True)
         chosen = choose(problem)
         known = _are_packed.keep(key, packs(chosen))
     return known
@@ -193,7 +193,8 @@ def rounds_as_it_reads(
         left, right = operand_a(a, transpose_a), operand_b(b, transpose_b)
         if left.batch and not right.batch and not transpose_a:
             left = left.as_one_matrix()
-        problem = _problem(right, a.dtype, left.rows, dtype, prod(left.batch or right.batch))
+        batches = prod(left.batch or right.batch)
+        problem = _problem(right, a.dtype, left.rows, dtype, batches, left.stride_k == 1)
         expect(b.queue, problem)
         chosen = choose(problem)
         # a copy is dense, with neighbouring columns together
@@ -206,9 +207,11 @@ def _rounds(engine: GemmEngine) -> bool:
     return binds(engine) and engine.ROUNDS
 
 
-def _problem(right: Matrix, a_dtype: str, rows: int | None, reads: str | None, batches: int = 1) -> Problem:
+def _problem(
+    right: Matrix, a_dtype: str, rows: int | None, reads: str | None, batches: int = 1, a_along_k: bool = False
+) -> Problem:
     a_dtype, b_dtype = (reads if reads and x == "float32" else x for x in (a_dtype, right.tensor.dtype))
-    return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows, batches)
+    return problem_on(right.tensor.queue, a_dtype, b_dtype, right.k, right.rows, rows, batches, a_along_k)
 
 
 def _matrix(function: str, name: str, x: Tensor, transpose: bool, view: Callable[[Tensor, bool], Matrix]) -> Matrix:
