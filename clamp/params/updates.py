@@ -205,10 +205,8 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
             return None
     stepped = [master for master, _ in found]
     _Steps.made += 1
-    moved = bridge.stepped(optimizer) if bridge.has_rule(optimizer) else getattr(optimizer, "params", ())
-    for param in moved:  # of an optimizer that nobody knows, all
-        if isinstance(param, Tensor):
-            param._stepped_at = _Steps.made
+    for param in _moved_by(optimizer):
+        param._stepped_at = _Steps.made
     try:
         result = masters.stepping(found, run)
     except BaseException:
@@ -218,6 +216,15 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         weight_cache.clear()
     _whole(optimizer, _rewriting(stepped, optimizer), has_begun=True)
     return result
+
+
+def _moved_by(optimizer: Any) -> Sequence[Tensor]:
+    """The parameters that a step is to move. An optimizer that nobody knows leaves alone those without a gradient,
+    unless it gets its gradients elsewhere."""
+    if bridge.has_rule(optimizer):
+        return bridge.stepped(optimizer)
+    params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
+    return [param for param in params if param.grad is not None] or params
 
 
 def _rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], None]]:

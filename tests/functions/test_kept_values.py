@@ -15,11 +15,12 @@ from netcl.nn import batchnorm, groupnorm, layernorm
 from netcl.nn.layers import Linear, Sequential
 from netcl.ops import attention, norm_rope
 from netcl.ops.elementwise import elementwise_binary
-from netcl.optim import SGD
+from netcl.optim import SGD, RMSProp
 from netcl.optim.ema import ModelEMA
 
 from clamp import amp, bridge
 from clamp.bridge import Node, Parameter, Tensor
+from tests.networks import UsersSGD
 from tests.reference import assert_same, to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -300,15 +301,21 @@ def _assign(weight: Tensor, value: Tensor) -> None:
     elementwise_binary(value, value, expression="MUL(v0, 1.0f)", out=weight)
 
 
+class DerivedSGD(SGD):
+    """One whose rule nobody knows."""
+
+
 def _gradients_after_moving(
-    queue: cl.CommandQueue, function: Callable[..., Node], move: str, level: str = "O1", has_gradient: bool = True
-) -> list[Any]:
+    queue: cl.CommandQueue, function: Callable[..., Node], move: str, level: str = "O1", has_gradient: bool = True,
+    optimizer_type: Callable[..., Any] = SGD,
+) -> list[Any]:  # fmt: skip
     """The gradients of an input and a weight that has moved between forward and backward, if ``move`` says how."""
     rng = np.random.default_rng(0)
     weight = Parameter.from_host(queue, rng.standard_normal((8, 8)).astype(np.float32))
     model = Sequential(Linear(queue, 8, 8))
     model.layers[0].weight = weight
-    optimizer = SGD(model.parameters(), lr=0.5)
+    optimizer = optimizer_type(model.parameters())
+    optimizer.lr = 0.5
     if level == "O2":
         amp.decorate(model, optimizer, level="O2")
     x = to_device(queue, rng.standard_normal((8, 8)))
@@ -346,11 +353,15 @@ def test_a_weight_may_move_whose_copy_backward_reads(queue: cl.CommandQueue, lev
             assert_same(_gradients_after_moving(queue, WEIGHED["matmul"], move, level), before)
 
 
+@pytest.mark.parametrize("optimizer_type", [SGD, RMSProp, DerivedSGD, UsersSGD])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(queue: cl.CommandQueue, level: str) -> None:
+def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(
+    queue: cl.CommandQueue, level: str, optimizer_type: Callable[..., Any]
+) -> None:
     """It has no gradient: two losses of one optimizer's, in turns."""
     with amp.init(dtype="float32") if level == "O1" else amp.init(loss_scale=1.0):
         before, after = (
-            _gradients_after_moving(queue, WEIGHED["matmul"], move, level, has_gradient=False) for move in ("", "step")
+            _gradients_after_moving(queue, WEIGHED["matmul"], move, level, False, optimizer_type)
+            for move in ("", "step")
         )
         assert_same(after, before)
