@@ -9,6 +9,7 @@ is not its own.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -280,13 +281,15 @@ class _Running(threading.local):
 
 
 running = of_threads(_Running())
-_waiting = of_tasks("waiting", tuple[PassGradients, ...]())
+_waiting = of_tasks("waiting", tuple[weakref.ref[PassGradients], ...]())  # a task may live on, with what it began in
 
 
 def waiting() -> Sequence[PassGradients]:
     """The scaled passes around this point, which have begun and not ended, the innermost last."""
     passes = _waiting.get()
-    return [one for one in passes if one.waits] if passes else passes  # another thread may have ended one
+    if not passes:
+        return ()
+    return [one for ref in passes if (one := ref()) is not None and one.waits]  # another thread may have ended one
 
 
 @contextmanager
@@ -295,14 +298,14 @@ def waiting_in(scaled_pass: PassGradients) -> Iterator[None]:
     try:
         try:
             scaled_pass.waits = True
-            _waiting.set((*waiting(), scaled_pass))
+            _waiting.set(tuple(map(weakref.ref, (*waiting(), scaled_pass))))
             yield
         finally:
             scaled_pass.waits = False
-            _waiting.set(tuple(waiting()))
+            _waiting.set(tuple(map(weakref.ref, waiting())))
     finally:  # once more: an interrupt may be raised in the middle of it
         scaled_pass.waits = False
-        _waiting.set(tuple(waiting()))
+        _waiting.set(tuple(map(weakref.ref, waiting())))
 
 
 @contextmanager

@@ -3,8 +3,10 @@ needs is not, and a backward over what is gone says which word keeps it."""
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -536,3 +538,18 @@ def test_a_retained_graph_is_not_over_at_the_step(queue: cl.CommandQueue) -> Non
         assert [graphs.is_over_at_step(*of_step, retained) for retained in (False, True)] == [is_stepped, False]
         scaled_backward(s.handle, loss, s.one)
         s.one.step()
+
+
+def test_a_task_that_was_begun_in_a_pass_holds_nothing_of_it(queue: cl.CommandQueue) -> None:
+    setting = Setting(queue)
+    _, loss = setting.forward()
+    with setting.handle.scale_loss(loss, setting.one) as scaled_loss:
+        context = contextvars.copy_context()  # as asyncio makes one for a task, which may live on
+        scaled_loss.backward()
+    setting.one.step()
+    grads = [weakref.ref(param.grad) for param in setting.one.params]
+    setting.one.zero_grad()
+    for param in setting.one.params:
+        param.grad = None
+    gc.collect()
+    assert not any(grad() for grad in grads), context
