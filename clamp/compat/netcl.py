@@ -23,6 +23,7 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
+from clamp.compat.regions import note_opened, opened_by
 from clamp.interrupts import uninterrupted
 from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
@@ -45,9 +46,6 @@ from clamp.scaling.step_report import warn_user
 class _AutocastState(threading.local):
     begins = False  # a Trainer that was not asked for mixed precision has yet to enter its own autocast
 
-    def __init__(self) -> None:
-        self.regions: list[tuple[Any, AbstractContextManager[None]]] = []  # netcl's autocast, clamp's region
-
 
 _thread = _AutocastState()
 
@@ -64,18 +62,15 @@ def enter(wrapped: Any, instance: Any, /) -> Any:
     region = in_own_region(region_here(enabled=enabled))
     result = wrapped()
     region.__enter__()
-    _thread.regions.append((instance, region))
+    note_opened(instance, region)
     return result
 
 
 @meets("netcl.amp.autocast.__exit__")
 def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
     """Ends the region; one that was entered before clamp was active has none."""
-    for index, (autocast, region) in reversed([*enumerate(_thread.regions)]):
-        if autocast is instance:  # not the last, where tasks of a thread take turns
-            del _thread.regions[index]
-            region.__exit__(None, None, None)
-            break
+    if (region := opened_by(instance)) is not None:
+        region.__exit__(None, None, None)
     return wrapped(*exception)
 
 

@@ -13,7 +13,7 @@ from clamp.bridge import DTypeLike, Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.policy_table import AMP_DTYPES, check_dtype
 from clamp.casting.regions import Caching, check_caching, current_region, in_own_region, region_here
-from clamp.interrupts import contextmanager
+from clamp.interrupts import contextmanager, of_tasks
 from clamp.opencl.device import capabilities
 from clamp.ops.arguments import yes_or_no
 from clamp.patching.user_functions import require_function
@@ -22,6 +22,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="ThreadRegion")
 
 _OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
+_opened = of_tasks("opened", tuple[tuple[Any, Any], ...]())  # regions that were entered, each with what holds it open
+
+
+def opened_by(region: Any) -> Any:
+    """What holds a region open that this thread, or task, has entered, and is about to leave; None where it has not."""
+    opened = _opened.get()
+    for index, (one, held) in reversed([*enumerate(opened)]):
+        if one is region:  # not the last, where they are left in another order
+            _opened.set((*opened[:index], *opened[index + 1 :]))
+            return held
+    return None
+
+
+def note_opened(region: Any, held: Any) -> None:
+    """This thread, or task, enters a region."""
+    _opened.set((*_opened.get(), (region, held)))
 
 
 class ThreadRegion:
@@ -39,7 +55,7 @@ class ThreadRegion:
     def __init__(self, name: str, **changes: Any) -> None:
         self._name = name
         self._changes = changes
-        self._entered = threading.local()
+        self._next = threading.local()
 
     @contextmanager
     def _opened(self: Self) -> Iterator[Self]:
@@ -54,23 +70,21 @@ class ThreadRegion:
         def __get__(self, region: Any, kind: type) -> Any:
             if region is None:
                 return lambda region: region.__enter__()
-            here = vars(region._entered)
-            generator = here.pop("to_enter", lambda: None)()
+            generator = vars(region._next).pop("to_enter", lambda: None)()
             if generator is not None:
                 return generator.__next__
             opened = region._opened()
-            here.setdefault("opened", []).append(opened)
+            note_opened(region, opened)
             return opened.__enter__
 
     class _Exit:
         def __get__(self, region: Any, kind: type) -> Any:
             if region is None:
                 return lambda region, *exception: region.__exit__(*exception)
-            here = vars(region._entered)
-            if here.get("opened"):
-                return here["opened"].pop().__exit__
+            if (opened := opened_by(region)) is not None:
+                return opened.__exit__
             opened = region._opened()  # from Python 3.14 on a `with` asks for this first
-            here["to_enter"] = opened._to_enter
+            vars(region._next)["to_enter"] = opened._to_enter
             return opened.__exit__
 
     __enter__, __exit__ = _Enter(), _Exit()

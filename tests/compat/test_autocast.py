@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -282,6 +282,27 @@ def test_tasks_that_take_turns_are_inside_of_their_own_regions_alone(x: Node, fi
         outside = here()
         asyncio.run(tasks())
         assert here() == outside == ("bfloat16", True)
+
+
+@pytest.mark.parametrize("make", [amp.autocast, netcl_autocast])
+def test_tasks_may_enter_one_region_in_turns(x: Node, make: Callable[..., Any]) -> None:
+    """By hand, or by an ExitStack; each leaves what it has entered itself."""
+
+    async def task(turns: int) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(region)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            assert product(x) == "float32"
+        await asyncio.sleep(0)
+        assert product(x) == "float16"
+
+    async def tasks() -> None:
+        await asyncio.gather(task(2), task(4))
+
+    with amp.init():
+        region = make(enabled=False)
+        asyncio.run(tasks())
 
 
 def test_the_weight_cache_lives_until_the_outermost_region_ends(queue: cl.CommandQueue) -> None:
