@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,23 @@ def test_arithmetic_on_losses_is_not_in_16_bits_at_o2(queue: cl.CommandQueue, na
     assert got.dtype == "float32"
     assert got.to_host()[0] == size / 128
     assert (handle.last_step.stepped, handle.last_step.repeats) == (True, 0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_the_user_lists_as_half_is_in_16_bits_on_losses_too(
+    queue: cl.CommandQueue, level: str, tmp_path: Path
+) -> None:
+    loss, lists = ag.tensor(to_device(queue, np.ones(1))), tmp_path / "mine.toml"
+    lists.write_text('[half]\n"netcl.autograd.mul" = "It was measured."\n')
+    for options in ({"custom_white_list": ["mul"]}, {"lists": lists}):
+        with amp.init(level=level, **options):
+            assert ag.mul(loss, loss).value.dtype == "float16"
+            assert ag.add(loss, loss).value.dtype == "float32"
+
+
+def test_nothing_to_stack_is_named_at_o2(queue: cl.CommandQueue) -> None:
+    with amp.init(level="O2"), pytest.raises(ValueError, match="stack needs at least one tensor"):
+        ag.stack([])
 
 
 def test_training_is_repeatable_bit_for_bit(queue: cl.CommandQueue) -> None:

@@ -282,7 +282,7 @@ class HalfButNumbers(Half):
     """
 
     def operands(self, *xs: Any) -> tuple[Operand, ...]:
-        if any(prod(owned_value(x).shape) != 1 for x in xs):
+        if not xs or any(prod(owned_value(x).shape) != 1 for x in xs):
             return super().operands(*xs)
         operands = tuple(Operand(x, x.value) for x in xs)
         bridge.require_same_queue(self.function, *[operand.value for operand in operands])

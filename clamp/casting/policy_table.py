@@ -66,12 +66,14 @@ class Entry:
         policy: its policy.
         reason: one sentence.
         in_place: whether the function writes into tensors that it is given.
+        by_level: whether its policy is that of a level, in place of what the lists say.
     """
 
     name: str
     policy: CastPolicy
     reason: str
     in_place: bool = False
+    by_level: bool = False
 
     @cached_property
     def module(self) -> str:
@@ -133,6 +135,10 @@ class PolicyTable:
         """The policy this table gives to an entry of another table (its own, if this table has no such name)."""
         return self._entries.get(entry.name, entry).policy
 
+    def is_by_level(self, entry: Entry) -> bool:
+        """Returns whether the policy that this table gives to an entry of another table is that of a level."""
+        return self._entries.get(entry.name, entry).by_level
+
     def called_by(self, name: str) -> str:
         """The listed function that a function of ``calls`` hands over to; any other name stays itself."""
         while name in self.calls:
@@ -160,7 +166,7 @@ class PolicyTable:
         if not isinstance(level, str) or level not in LEVELS:
             raise PolicyError(f"unknown level {level!r}: pass one of {', '.join(LEVELS)}")
         policy, of = _AT_LEVEL[level]
-        return self._with_policy(policy, lambda entry: entry.policy in of) if of else self
+        return self._with_policy(policy, lambda entry: entry.policy in of, by_level=True) if of else self
 
     def customized(self, white: Iterable[str] | None, black: Iterable[str] | None) -> PolicyTable:
         """The table with the functions of ``white`` in half and those of ``black`` in fp32.
@@ -182,9 +188,12 @@ class PolicyTable:
         table = self._with_policy(CastPolicy.HALF, lambda entry: entry.name in white)
         return table._with_policy(CastPolicy.FLOAT, lambda entry: entry.name in black)
 
-    def _with_policy(self, policy: CastPolicy, chosen: Callable[[Entry], bool]) -> PolicyTable:
-        entries = (replace(entry, policy=policy) if chosen(entry) else entry for entry in self._entries.values())
-        return PolicyTable(entries, self.calls)
+    def _with_policy(
+        self, policy: CastPolicy, chosen: Callable[[Entry], bool], *, by_level: bool = False
+    ) -> PolicyTable:
+        entries = self._entries.values()
+        changed = (replace(entry, policy=policy, by_level=by_level) if chosen(entry) else entry for entry in entries)
+        return PolicyTable(changed, self.calls)
 
 
 def names_in(what: str, names: Iterable[str] | None) -> tuple[str, ...]:

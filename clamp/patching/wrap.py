@@ -27,7 +27,7 @@ from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, 
 from clamp.casting.arguments import casts_to, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, HalfButNumbers, Promote
-from clamp.casting.policy_table import CastPolicy, Entry, default_table, netcl_defects, netcl_misreads
+from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
 from clamp.casting.regions import Region, called_in, casting_region, current_region, in_region
 from clamp.casting.registry import Function
 from clamp.casting.results import RESULTS
@@ -204,7 +204,7 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     if policy is CastPolicy.BANNED and not region.allow_banned:
         raise RuntimeError(banned_message(entry))
     kind = POLICIES[policy]
-    if policy is CastPolicy.HALF and default_table().policy_of(entry) in (CastPolicy.PROMOTE, CastPolicy.MATCH):
+    if policy is CastPolicy.HALF and region.policies.is_by_level(entry):
         kind = HalfButNumbers
     casting = region.castings[entry.name] = kind.at_work(region, entry.function).of(entry.function)
     return casting
