@@ -196,6 +196,12 @@ def shutdown() -> None:
         stop_counting()
 
 
+def end(region: Region) -> None:
+    """Shuts the handle of a region down, if there is one: no other thread's."""
+    if _handle is not None and _handle._region is region:
+        _handle.shutdown()
+
+
 def _finish_interrupted() -> None:
     """Ends a shutdown, or an init, that was interrupted, and so was its end."""
     if _handle is not None and not _handle.is_active():

@@ -178,7 +178,7 @@ def initialize(
         if chosen.cast_model_type in HALF_DTYPES:
             session.guard_masters(optimizer_list)
     except BaseException:  # no memory, Ctrl-C: another call may go on from here
-        session.shutdown()
+        session.end(region)
         raise
     return result
 

@@ -255,6 +255,23 @@ def test_what_initialize_has_begun_it_goes_on_with(task: Task, name: str) -> Non
     np.testing.assert_array_equal(task.optimizer.params[0].to_host(), value)
 
 
+def test_initialize_ends_no_handle_of_another_thread(task: Task) -> None:
+    """One that has begun since it looked for one, say."""
+    handles, own = [], apex.given_to
+
+    def meanwhile(*given: Any) -> dict[str, Any]:
+        handles.append(amp.init(loss_scale=8.0))
+        return own(*given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(apex, "given_to", meanwhile)
+        with pytest.raises(RuntimeError, match="a handle is active"):
+            amp.initialize(mlp(task.queue, 4, 4), task.optimizer, verbosity=0)
+    assert handles[0].is_active()
+    task.step(handles[0])
+    assert handles[0].last_step.stepped
+
+
 def test_a_parameter_keeps_its_bits_in_a_master(task: Task) -> None:
     task.weight.write(value := np.full(task.weight.shape, 1 + 2**-20, np.float32))
     with _interrupted_after(bridge, "give_storage"):
