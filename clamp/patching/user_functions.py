@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from itertools import accumulate
+from operator import mul
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import wrapt
 
+from clamp import bridge
 from clamp.bridge import STORAGE, Node, Tensor
 from clamp.casting.arguments import casts_to, reporter
 from clamp.casting.policy_table import CastPolicy
@@ -202,16 +205,19 @@ def _gradients_of(backward: Backward, name: str, nodes: Sequence[Node], grad: Te
             raise TypeError(f"{where} one of type {type(made).__name__}: return a Tensor, {cure}")
         shape, wanted = tuple(made.shape), tuple(node.value.shape)
         # As it came, it is that of a user's own reshape, whose memory is the same.
-        is_flat = len(_long(shape)) < 2 or shape == tuple(grad.shape)
-        if made.size != node.value.size or not (is_flat or _long(shape) == _long(wanted)):
+        is_laid_out_so = shape == tuple(grad.shape) or _is_joined(shape, wanted) or _is_joined(wanted, shape)
+        if made.size != node.value.size or not is_laid_out_so:
             raise ValueError(f"{where} one of shape {shape}, of a node of shape {wanted}")
         if node.value.dtype in STORAGE and made.dtype not in STORAGE:
             raise TypeError(f"{where} one of {made.dtype}, of a {node.value.dtype} node: compute it in float32")
+        if shape != wanted:  # with which the ops before would compute, or broadcast it
+            grads[number] = bridge.view(made, wanted)
     return grads
 
 
-def _long(shape: Sequence[int]) -> list[int]:
-    return [extent for extent in shape if extent != 1]
+def _is_joined(shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Returns whether a shape joins neighbouring dimensions of another one, which leaves each element where it lies."""
+    return {1, *accumulate(shape, mul)} <= {1, *accumulate(other, mul)}
 
 
 # ---------------------------------------------------------------------------------------------- registered

@@ -350,10 +350,20 @@ _RETURNED: dict[str, tuple[Any, type[Exception] | None, str]] = {  # of the grad
     "too many": (lambda grad: [grad] * 3, ValueError, "3 gradients for the 2 nodes"),
     "arrays": (lambda grad: [grad.to_host()] * 2, TypeError, r"gradient 0 one of type ndarray: .*from_host\(queue"),
     "nodes": (lambda grad: [grad, ag.tensor(grad)], TypeError, r"gradient 1 one of type Node: .* its \.value"),
-    "another shape": (lambda grad: [grad, ag.sum(grad)], ValueError, r"gradient 1 one of shape \(1,\), .* \(2, 3\)"),
-    "transposed": (lambda grad: [grad, _shaped(grad, (3, 2))], ValueError, r"1 one of shape \(3, 2\), .* \(2, 3\)"),
-    "flat": (lambda grad: [_shaped(grad, (6,)), _shaped(grad, (6, 1))], None, ""),
-    "a dimension more": (lambda grad: [_shaped(grad, (2, 1, 3)), grad], None, ""),
+    "another shape": (lambda grad: [grad, ag.sum(grad)], ValueError, r"gradient 1 one of shape \(1,\), .* \(2, 3, 5\)"),
+    "transposed": (
+        lambda grad: [grad, _shaped(grad, (2, 5, 3))],
+        ValueError,
+        r"1 one of shape \(2, 5, 3\), .* \(2, 3, 5\)",
+    ),
+    "others joined": (
+        lambda grad: [_shaped(grad, (10, 3)), grad],
+        ValueError,
+        r"0 one of shape \(10, 3\), .* \(2, 3, 5\)",
+    ),
+    "flat": (lambda grad: [_shaped(grad, (30,)), _shaped(grad, (30, 1))], None, ""),
+    "joined": (lambda grad: [_shaped(grad, (6, 5)), _shaped(grad, (1, 2, 15))], None, ""),
+    "a dimension more": (lambda grad: [_shaped(grad, (2, 1, 3, 5)), grad], None, ""),
     "float64": (lambda grad: [_double(grad), grad], TypeError, "gradient 0 one of float64, of a float32 node"),
 }
 
@@ -375,15 +385,17 @@ def test_a_backward_that_returns_no_gradients_of_its_nodes_is_named(
     """netcl gave those that were left out none, read beyond the ends of others, and took what was transposed for what
     is not."""
     function, error, message = _RETURNED[returns]
-    params = [Parameter.from_host(queue, np.ones((2, 3), np.float32)) for _ in range(2)]
+    params = [Parameter.from_host(queue, np.ones((2, 3, 5), np.float32)) for _ in range(2)]
     handle, optimizer = amp.init(dtype=dtype, loss_scale=8.0 if dtype == "float16" else "auto"), SGD(params)
 
     def added(x: Node, y: Node) -> Any:
         forward = lambda a, b: netcl_elementwise.elementwise_binary(a, b, expression="ADD(v0, v1)")  # noqa: E731
         return apply_op(forward, amp.custom_bwd(function) if custom else function, x, y, op_name="added")
 
-    loss = ag.sum(added(*map(ag.tensor, params)))
+    loss = ag.sum(added(*(ag.relu(ag.tensor(param)) for param in params)))
     refused = pytest.raises(error, match=f"the backward of added returned .*{message}") if error else nullcontext()
     with refused, handle.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     assert (params[0].grad is None) == (error is not None)
+    for grad in [param.grad for param in params if param.grad is not None]:  # of relu's
+        np.testing.assert_array_equal(grad.to_host(), np.ones((2, 3, 5)))
