@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar
 
 from clamp.casting.arguments import tensors_in
@@ -188,7 +190,7 @@ class Outcome:
     """
 
     def __init__(self, settle: Callable[[], object]) -> None:
-        self._settle: Callable[[], object] | None = settle
+        self._settle: Callable[[], object] | None = partial(copy_context().run, settle)  # of no pass that is open there
         self._lock = threading.RLock()  # who needs the gradients waits for those who make them: one for each pass
 
     def hear(self) -> None:

@@ -27,7 +27,7 @@ from clamp.bridge import Node, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.cast import cast_into
 from clamp.ops.loss_scale import DeviceState
-from clamp.scaling.dynamic_scale import DynamicLossScale, settle_late
+from clamp.scaling.dynamic_scale import DynamicLossScale, is_anything_late, settle_late
 from clamp.scaling.repeats import Repeats
 from tests.faults.check import as_python_does
 from tests.networks import Task, batch, mlp, scaled_backward, weights_of
@@ -762,6 +762,35 @@ def test_passes_of_tasks_that_take_turns_are_repeated(task: Task, handle: amp.Am
     asyncio.run(tasks())
     assert [report.reason for report in handle.history if not report.stepped] == []
     assert (task.moved, other.moved) == (size, size)
+
+
+def test_a_pass_may_be_repeated_inside_of_another_tasks(task: Task, handle: amp.AmpHandle) -> None:
+    """What it waits for comes there: a write. The other one is repeated, too, when it overflows."""
+    other, size, written = Task(task.queue), 2.0**20, to_device(task.queue, [1.0])
+
+    async def open_and_write() -> None:
+        with handle.scale_loss(other.loss(size), other.optimizer) as scaled_loss:
+            await asyncio.sleep(0)
+            assert is_anything_late()
+            elementwise_binary(written, written, expression="v0 + v1", out=written)
+            assert not is_anything_late()
+            scaled_loss.backward()
+        other.optimizer.step()
+
+    async def overflow() -> None:
+        task.backward(handle, size)
+        await asyncio.sleep(0)
+        task.optimizer.step()
+
+    async def tasks() -> None:
+        await asyncio.gather(open_and_write(), overflow())
+
+    for _ in range(2):  # from then on a pass waits
+        task.step(handle, 1.0)
+        task.optimizer.zero_grad()
+    asyncio.run(tasks())
+    assert [report.reason for report in handle.history if not report.stepped] == []
+    assert (task.moved, other.moved) == (size + 2, size)
 
 
 def test_a_step_that_another_thread_makes_than_its_pass_is_repeated(task: Task, handle: amp.AmpHandle) -> None:
