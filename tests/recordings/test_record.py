@@ -1091,6 +1091,23 @@ def test_counts_that_replays_raise_themselves_do_not_end_them(queue: cl.CommandQ
     assert (made, counted) == (2, count)
 
 
+def test_what_goes_by_whether_a_count_is_even_is_noticed(queue: cl.CommandQueue) -> None:
+    """The optimizer's, which every replay raises."""
+    x, optimizer = to_device(queue, np.ones((3, 4))), Adam(mlp(queue, 4, 4).parameters())
+    amp.init(dtype="float32")
+
+    @amp.record
+    def step() -> Node:
+        optimizer.step()
+        return ag.mul(ag.tensor(x), float(optimizer.t % 2))
+
+    with ag.no_grad(), pytest.warns(UserWarning, match="computes something else now than its recording") as said:
+        is_right = [step().value.to_host()[0, 0] == number % 2 for number in range(1, 25)]
+    assert "It is not recorded any more" in str(said[-1].message)
+    assert is_right.count(False) <= 4
+    assert all(is_right[12:])
+
+
 def test_the_warning_names_what_keeps_calls_from_replaying(queue: cl.CommandQueue) -> None:
     settings = {"factor": 0.0}
     x = to_device(queue, np.ones((3, 4)))
