@@ -1,9 +1,10 @@
-"""Device memory: all that pyopencl holds in this process, what of it netcl's pools keep free, and word of what these
-hand out and take back."""
+"""Device memory: all that pyopencl holds in this process, what of it netcl's pools keep free and let go, and word of what
+these hand out and take back."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -136,6 +137,34 @@ def free_bytes() -> int:
         pool.stats.bytes_cached + sum(array.nbytes for array in pool._svm_deferred)
         for pool in list(_PERSISTENT_POOLS.values())
     )
+
+
+def free_in_turn(context: cl.Context) -> None:
+    """Frees the shared virtual memory that pools keep no more, after the launches so far, which may use it.
+
+    netcl holds it until somebody waits for the whole queue, which no training loop need do: a model that has more
+    tensors of one size than a pool keeps, 96, would take more memory in each step. Nor should it be made anew in each
+    step, so such a pool keeps more from now on, as netcl's do of memory that is not shared.
+    """
+    for pool in list(_PERSISTENT_POOLS.values()):
+        if pool._svm_deferred and pool.context == context:
+            with pool._lock:
+                for array in pool._svm_deferred:
+                    array.base.bind_to_queue(pool.queue)
+                pool.release_deferred_svm()
+                _kept_by_netcl.setdefault(pool, pool.max_buffers_per_bucket)
+                pool.max_buffers_per_bucket = sys.maxsize
+
+
+#: pools that keep more than netcl lets them: how much of each size that was
+_kept_by_netcl: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def keep_as_netcl() -> None:
+    """Lets pools keep as much memory as they did before AMP."""
+    for pool, number in [*_kept_by_netcl.items()]:
+        pool.max_buffers_per_bucket = number
+        _kept_by_netcl.pop(pool, None)
 
 
 def living_optimizers() -> list[Any]:

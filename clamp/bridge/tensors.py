@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyopencl as cl
@@ -151,33 +149,6 @@ def _in_memory_of(size: int, queue: cl.CommandQueue, shape: tuple[int, ...], dty
     tensor = _made_as(place.like)
     tensor.buffer, tensor.pool_handle, tensor.shape, tensor.dtype = handle.buffer, handle, shape, dtype
     return tensor
-
-
-def free_in_turn(context: cl.Context) -> None:
-    """Frees the shared virtual memory that pools keep no more, after the launches so far, which may use it.
-
-    netcl holds it until somebody waits for the whole queue, which no training loop need do: a model that has more
-    tensors of one size than a pool keeps, 96, would take more memory in each step. Nor should it be made anew in each
-    step, so such a pool keeps more from now on, as netcl's do of memory that is not shared.
-    """
-    for pool in list(memory._PERSISTENT_POOLS.values()):
-        if pool._svm_deferred and pool.context == context:
-            with pool._lock:
-                for array in pool._svm_deferred:
-                    array.base.bind_to_queue(pool.queue)
-                pool.release_deferred_svm()
-                _kept_by_netcl.setdefault(pool, pool.max_buffers_per_bucket)
-                pool.max_buffers_per_bucket = sys.maxsize
-
-
-_kept_by_netcl: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # pools that keep more: how many of each size before
-
-
-def keep_as_netcl() -> None:
-    """Lets pools keep as much memory as they did before AMP."""
-    for pool, number in [*_kept_by_netcl.items()]:
-        pool.max_buffers_per_bucket = number
-        _kept_by_netcl.pop(pool, None)
 
 
 def from_host(queue: cl.CommandQueue, data: Any, dtype: str) -> Tensor | None:
