@@ -1,5 +1,5 @@
-"""Device memory: all that pyopencl holds in this process, what of it netcl's pools keep free and let go, and word of what
-these hand out and take back."""
+"""Device memory: all that pyopencl holds in this process, what of it netcl's pools keep free and let go, and word of
+what these hand out and take back."""
 
 from __future__ import annotations
 
