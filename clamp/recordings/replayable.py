@@ -103,9 +103,8 @@ class Replayable:
         moving = [*(upload.tensor for _, upload in self._uploads), *(made.tensor for made in self._moving)]
         self.plan, self.watch = ReplayPlan(attempt, given, self._state.values(), moving), watch
         self.calls = 0  # that it could be replayed for
-        self.changes_host = (
-            False  # what is watched, in steps on the host: the optimizer's count of steps, if that is read
-        )
+        # whether it changes what is watched, in steps on the host: the optimizer's count of steps, if that is read
+        self.changes_host = False
 
     def attempt_to_compare(self, before: Watch) -> Attempt:
         """Returns what records the same call once more, to be compared with this."""
