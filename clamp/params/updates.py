@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import unwrap
 from itertools import pairwise
 from operator import is_
 from typing import Any, NamedTuple
@@ -223,7 +224,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
 def _moved_by(optimizer: Any) -> Sequence[Tensor]:
     """The parameters that a step is to move. An optimizer that nobody knows leaves alone those without a gradient,
     unless it gets its gradients elsewhere."""
-    if bridge.has_rule(optimizer):
+    if bridge.has_rule(optimizer) or bridge.is_netcls_step(unwrap(optimizer.step)):
         return bridge.stepped(optimizer)
     params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
     return [param for param in params if param.grad is not None] or params

@@ -365,3 +365,15 @@ def test_a_weight_that_a_step_leaves_as_it_is_has_not_moved(
             for move in ("", "step")
         )
         assert_same(after, before)
+
+
+@pytest.mark.parametrize("optimizer_type", [SGD, RMSProp, DerivedSGD])
+def test_a_step_without_gradients_moves_no_weight(queue: cl.CommandQueue, optimizer_type: Callable[..., Any]) -> None:
+    weight = Parameter.from_host(queue, np.ones((8, 8), np.float32))
+    x = to_device(queue, np.ones((8, 8)))
+    x.requires_grad = True
+    with amp.init(dtype="float32"):
+        loss = ag.sum(ag.matmul_op(ag.tensor(x), ag.tensor(weight)))
+        optimizer_type([weight]).step()
+        loss.backward()
+    assert to_numpy(x.grad).tolist() == np.full((8, 8), 8.0).tolist()
