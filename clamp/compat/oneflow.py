@@ -408,11 +408,11 @@ def _require_input(x: Any) -> None:
         raise TypeError(f"a Graph takes tensors and constants, got {type(x).__name__}: pass its tensors one by one")
 
 
-class _Thread(threading.local):
+class _GraphBuild(threading.local):
     backward: Callable[..., None] | None = None  # in place of ``Node.backward``, in a graph's build
 
 
-_thread = of_threads(_Thread())
+_thread = of_threads(_GraphBuild())
 #: Threads' builds that are under way: the first sets ``Node.backward``, the last back.
 _building: dict[object, None] = {}
 _lock = threading.RLock()

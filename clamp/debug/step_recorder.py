@@ -50,7 +50,7 @@ class _Op(NamedTuple):
     again: Callable[[Tensor], Any] | None
 
 
-class _Pass(NamedTuple):
+class _RecordedBackward(NamedTuple):
     """A backward that was run.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Step(threading.local):
 
     def forget(self) -> None:
         self.ops: list[_Op] = []
-        self.passes: list[_Pass] = []
+        self.passes: list[_RecordedBackward] = []
         self.moved: list[tuple[Tensor, Tensor]] = []
         self.is_cut = False
         self.gone: list[weakref.ref[Tensor]] = []
@@ -123,7 +123,9 @@ class OverflowRecorder(Observer):
         if self._first is None:
             self._look_at_weights()
         scaled = loss if is_scaled(loss) else next((node for node in bridge.graph(loss) if is_scaled(node)), None)
-        step.passes.append(_Pass(len(step.ops), loss.value, grad, None if scaled is None else scaled.loss_scale))
+        step.passes.append(
+            _RecordedBackward(len(step.ops), loss.value, grad, None if scaled is None else scaled.loss_scale)
+        )
         if recorder() is not None:
             ops, passes = step.ops, step.passes
             step.forget()
@@ -149,7 +151,7 @@ class OverflowRecorder(Observer):
             found = pending.read()
         return {id(x): one.largest for ref, one in zip(refs, found, strict=True) if (x := ref()) is not None}
 
-    def _replayed(self, ops: list[_Op], passes: list[_Pass]) -> None:
+    def _replayed(self, ops: list[_Op], passes: list[_RecordedBackward]) -> None:
         """A recorded pass has been run: what it gave lies in the recording's memory, what it read is this replay's."""
         step = self._step
         if step.report is not None:
@@ -234,7 +236,7 @@ class OverflowRecorder(Observer):
         return trace
 
 
-def _run_again(one: _Pass, forward: Sequence[Frame], trace: StepGraph) -> None:
+def _run_again(one: _RecordedBackward, forward: Sequence[Frame], trace: StepGraph) -> None:
     """Runs a backward once more; what it leaves behind is in the trace alone.
 
     Args:

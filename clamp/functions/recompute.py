@@ -39,7 +39,7 @@ _Kept = dict[int, tuple[Hashable, tuple[Tensor, ...], tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Forward:
     """A forward that is under way.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Run:
 class _RecomputeState(threading.local):
     draws: tuple[list[Drawn], ...] = ()  # of the forwards that are under way, one in another
     again: Iterator[Drawn] | None = None  # the draws of the forward that is being run again
-    run: _Run | None = None  # the innermost
+    run: _Forward | None = None  # the innermost
 
 
 _thread = of_threads(_RecomputeState())
@@ -104,7 +104,7 @@ def is_needless() -> bool:
     return run is not None and len(run.nodes) in run.unread and _records(run)
 
 
-def _records(run: _Run) -> bool:
+def _records(run: _Forward) -> bool:
     return bridge.is_grad_enabled() and bridge.is_recorded_in(run.nodes)
 
 
@@ -185,7 +185,7 @@ class Segment:
         function, args, kwargs = self._call
         with (
             bridge.recorded_apart(self._tape) as nodes,
-            holding(_thread, "run", _Run(nodes, is_again, self._unread, self._kept)),
+            holding(_thread, "run", _Forward(nodes, is_again, self._unread, self._kept)),
         ):
             result = function(*args, **kwargs)
         return result, [*nodes, *_made_by_hand(result, nodes, (*args, *kwargs.values()))]

@@ -63,7 +63,7 @@ class Slot:
         return self.model.grad if self.model.grad is not self.before else None
 
 
-class _Run(NamedTuple):
+class _BackwardRun(NamedTuple):
     """A backward of the pass: see ``PassGradients.ran``.
 
     Attributes:
@@ -115,7 +115,7 @@ class PassGradients:
         note_restorable(slot.before for slot in self.slots)
         self.stepped = len(self.slots)
         self._by_model = {id(slot.model): slot for slot in self.slots}
-        self._ran: list[_Run] = []
+        self._ran: list[_BackwardRun] = []
         self.refused: Node | None = None
         self.came: Sequence[Tensor | None] | None = None
         self.waits = False  # whether this is around some point
@@ -148,7 +148,7 @@ class PassGradients:
             launches: does so in the recording that it ran in, if it did, for as long as there is that.
         """
         gave = [leaf.grad for leaf in reached]
-        self._ran.append(_Run(reached, before, root, again, launches, gave, writes.now))
+        self._ran.append(_BackwardRun(reached, before, root, again, launches, gave, writes.now))
 
     def backwards(self, recorded: bool) -> list[Repeat]:
         """Calls that run its backwards once more, after ``put_back``; none where gradients are not what they gave (the

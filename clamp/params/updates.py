@@ -155,13 +155,13 @@ class _Unfinished(NamedTuple):
 _unfinished: dict[int, _Unfinished] = {}  # by id of the optimizer: a user's may have no hash
 
 
-class _Steps:
+class _StepClock:
     made = 0  # the clock of ``_stepped_at`` of what optimizers step
 
 
 def moment() -> tuple[int, int]:
     """Now, for ``changed_since``."""
-    return writes.now, _Steps.made
+    return writes.now, _StepClock.made
 
 
 def changed_since(tensor: Tensor, then: tuple[int, int], *, surely: bool = False) -> bool:
@@ -207,9 +207,9 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
             return None
     stepped = [master for master, _ in found]
-    _Steps.made += 1
+    _StepClock.made += 1
     for param in _moved_by(optimizer):
-        param._stepped_at = _Steps.made
+        param._stepped_at = _StepClock.made
     try:
         result = masters.stepping(found, run)
     except BaseException:

@@ -205,13 +205,13 @@ class Outcome:
         self._settle = None
 
 
-class _Thread(threading.local):
+class _Outcomes(threading.local):
     def __init__(self) -> None:
         self.late: list[Outcome] = []
         self.is_settling = False
 
 
-_thread = of_threads(_Thread())
+_thread = of_threads(_Outcomes())
 
 
 def settle_later(settle: Callable[[], object]) -> Outcome:

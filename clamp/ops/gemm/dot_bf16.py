@@ -10,7 +10,7 @@ from clamp.opencl.device import capabilities
 from clamp.opencl.program import Kernel
 from clamp.ops.gemm import direct
 from clamp.ops.gemm.packed import Panels
-from clamp.ops.gemm.pairs import Division, PairUnit, Product, has_enough, packed
+from clamp.ops.gemm.pairs import Blocking, PairUnit, Product, has_enough, packed
 from clamp.ops.gemm.problem import Epilogue, Matrix, Problem
 
 NAME = "dot_bf16"
@@ -51,7 +51,7 @@ def pays(problem: Problem) -> bool:
 
 def launches(a: Matrix, b: Matrix, batches: int) -> int:
     """How many a product of operands that lie as these do takes."""
-    return Division.of(a, b, batches, _UNIT, capabilities(b.tensor.queue).compute_units).launches
+    return Blocking.of(a, b, batches, _UNIT, capabilities(b.tensor.queue).compute_units).launches
 
 
 def pack(b: Matrix) -> Panels:

@@ -64,7 +64,7 @@ def has_enough(problem: Problem, parts: int = 1) -> bool:
 
 
 @dataclass(frozen=True)
-class Division:
+class Blocking:
     """Tiles of a product in blocks, one for each work-item, and what is packed before.
 
     Tiles are of rows of op(A) by columns of op(B); or, where that leaves less to pack, of columns by rows, each
@@ -79,7 +79,7 @@ class Division:
     grid: tuple[int, int, int]  # blocks by rows and columns, and matrices
 
     @classmethod
-    def of(cls, a: Matrix, b: Matrix | Panels, batches: int, unit: PairUnit, cores: int) -> Division:
+    def of(cls, a: Matrix, b: Matrix | Panels, batches: int, unit: PairUnit, cores: int) -> Blocking:
         """That of a product of so many matrices on so many cores."""
         steps, sums = _steps(a.k), _sum_bytes(a.k, unit)
         most_a = _BLOCK_A // unit.parts if steps > unit.sum_steps else max(_BLOCK_BYTES // sums, 1)
@@ -100,7 +100,7 @@ class Division:
 
 
 class Product:
-    """Products whose operands lie as these do, divided as `Division` says.
+    """Products whose operands lie as these do, divided as `Blocking` says.
 
     Args:
         b: packed, or as it lies.
@@ -111,12 +111,12 @@ class Product:
         self, a: Matrix, b: Matrix | Panels, c: Tensor, epilogue: Epilogue, unit: PairUnit, copies: bool = False
     ) -> None:
         panel_bytes, batches = _steps(a.k) * unit.step_bytes, c.size // (a.rows * b.rows)
-        division = Division.of(a, b, batches, unit, capabilities(c.queue).compute_units)
-        self._swaps, grid = division.swaps, division.grid
+        blocking = Blocking.of(a, b, batches, unit, capabilities(c.queue).compute_units)
+        self._swaps, grid = blocking.swaps, blocking.grid
         rows, columns = (b, a) if self._swaps else (a, b)
         assert isinstance(rows, Matrix)
         panels_a, panels_b = -(-rows.rows // _SIDE), -(-columns.rows // _SIDE)
-        if division.reads_rows:
+        if blocking.reads_rows:
             self._pack_rows = None
             lines = 2 * rows.stride_row, 2 * _K_STEP, 2 * _SIDE * rows.stride_row, 2 * rows.stride_batch
         else:
@@ -124,7 +124,7 @@ class Product:
             lines = 2 * _K_STEP, unit.step_bytes, panel_bytes, panels_a * panel_bytes if rows.batch else 0
         self._pack_columns, self._own_panels = None, 0
         width, strides, copied = 0, (0, 0, panels_b * panel_bytes if columns.batch else 0), False
-        if isinstance(columns, Matrix) and division.packs_columns:
+        if isinstance(columns, Matrix) and blocking.packs_columns:
             self._own_panels = prod(grid) * _sum_bytes(a.k, unit) // 4
             width, strides, copied = _width(columns), _strides(columns), copies
         elif isinstance(columns, Matrix):
@@ -132,7 +132,7 @@ class Product:
         streamed = epilogue.out_dtype == "float32" and bridge.nbytes(c) >= _STREAMED and not any(epilogue.flags)
         self._gemm = unit.gemm.bind(
             c.queue, grid, (1, 1, 1), ..., ..., ..., ..., ..., ..., rows.rows, columns.rows, a.k, *lines, *strides,
-            *division.block, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
+            *blocking.block, width, copied, self._swaps, streamed, *epilogue.types, *epilogue.flags,
             **unit.gemm_macros,
         )  # fmt: skip
 
