@@ -72,32 +72,30 @@ def foreign_nodes(nodes: Iterable[Node]) -> list[Node]:
     return [node for node in nodes if node.grad_fn is not None and not getattr(node, "is_clamps", False)]
 
 
-def _new_grad_mode() -> ContextVar[bool | None]:
-    """Whether ops are recorded in a thread, or a task; None: it has not said, and netcl's mode, that of the process,
-    holds."""
-    return ContextVar("grad_mode", default=None)
-
-
-_grad_mode = _new_grad_mode()
+#: Whether ops are recorded in a thread, or a task, and how often such modes had ended when it said so. Where it has
+#: not, or they have ended since, netcl's mode, that of the process, holds.
+_grad_mode: ContextVar[tuple[bool, int]] = ContextVar("grad_mode", default=(True, -1))
+_ended = 0
 
 
 def is_grad_enabled() -> bool:
     """Returns whether ops are recorded for backward here."""
-    on = _grad_mode.get()
-    return bool(engine._GRAD_MODE) if on is None else on
+    on, then = _grad_mode.get()
+    return on if then == _ended else bool(engine._GRAD_MODE)
 
 
 def set_thread_grad_enabled(mode: bool) -> None:
     """Sets whether ops are recorded in this thread, or task, and in no other."""
     if mode:  # the end of a no_grad() that was entered before AMP: nobody else turns netcl's mode off
         engine._GRAD_MODE = True
-    _grad_mode.set(bool(mode))
+    _grad_mode.set((bool(mode), _ended))
 
 
 def end_thread_grad_modes() -> None:
     """Lets netcl's own mode hold in every thread; it is this thread's from now on."""
-    global _grad_mode
-    engine._GRAD_MODE, _grad_mode = is_grad_enabled(), _new_grad_mode()
+    global _ended
+    engine._GRAD_MODE = is_grad_enabled()
+    _ended += 1
 
 
 def make_node(
