@@ -23,7 +23,7 @@ from clamp import bridge, session
 from clamp.bridge import Tensor
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.regions import casting_region, in_own_region, region_here
-from clamp.compat.regions import note_opened, opened_by
+from clamp.compat.regions import note_opened, take_opened
 from clamp.interrupts import uninterrupted
 from clamp.opencl.device import is_float16_supported
 from clamp.opencl.host_steps import host_step
@@ -69,7 +69,7 @@ def enter(wrapped: Any, instance: Any, /) -> Any:
 @meets("netcl.amp.autocast.__exit__")
 def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
     """Ends the region; one that was entered before clamp was active has none."""
-    if (region := opened_by(instance)) is not None:
+    if (region := take_opened(instance)) is not None:
         region.__exit__(None, None, None)
     return wrapped(*exception)
 

@@ -25,8 +25,8 @@ _OTHER_DTYPES = ("float64", "int8", "int32", "int64", "uint8", "bool")
 _opened = of_tasks("opened", tuple[tuple[Any, Any], ...]())  # regions that were entered, each with what holds it open
 
 
-def opened_by(region: Any) -> Any:
-    """What holds a region open that this thread, or task, has entered, and is about to leave; None where it has not."""
+def take_opened(region: Any) -> Any:
+    """Forgets that this thread, or task, has entered a region; returns what holds it open, None if nothing does."""
     opened = _opened.get()
     for index, (one, held) in reversed([*enumerate(opened)]):
         if one is region:  # not the last, where they are left in another order
@@ -81,7 +81,7 @@ class ThreadRegion:
         def __get__(self, region: Any, kind: type) -> Any:
             if region is None:
                 return lambda region, *exception: region.__exit__(*exception)
-            if (opened := opened_by(region)) is not None:
+            if (opened := take_opened(region)) is not None:
                 return opened.__exit__
             opened = region._opened()  # from Python 3.14 on a `with` asks for this first
             vars(region._next)["to_enter"] = opened._to_enter
