@@ -10,7 +10,6 @@ from typing import Any
 import netcl
 from netcl.nn.batchnorm import BatchNorm2dModule
 from netcl.nn.layers import Module as Module
-from netcl.nn.layers import Sequential as Sequential
 from netcl.nn.state import invalidate_derived as invalidate_derived
 
 from clamp.bridge.masters import model_parameter

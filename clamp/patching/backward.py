@@ -25,8 +25,7 @@ from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, graphs, penalties
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
-from clamp.patching.tensors import is_half
-from clamp.patching.wrap import Installed
+from clamp.patching.wrap import Installed, is_half
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import warn_user

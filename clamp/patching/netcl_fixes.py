@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 import pyopencl as cl
@@ -21,6 +21,7 @@ from netcl.ops import elementwise
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, TensorLike
+from clamp.casting.regions import casting_region
 from clamp.opencl.device import capabilities
 from clamp.opencl.shortage import explain_shortage
 from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
@@ -28,44 +29,33 @@ from clamp.patching.patch_registry import BEFORE_REMOVAL, meets, replaces
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
-# By id, for a user's class may have no hash: a Sequential and its layers when netcl fused them, none of which it keeps.
-_fused: dict[int, tuple[Callable[[], Any], list[Callable[[], Any]]]] = {}
-_fused_lock = threading.Lock()
+class _Fused(list[Any]):
+    """The layers that a Sequential calls, some of them fused; ``made_of`` has its own."""
+
+    made_of: list[Any]
 
 
-@meets("netcl.nn.layers.Sequential.forward")
-def sequential(wrapped: Any, instance: Any, /, x: Any) -> Any:
-    """Layers one after the other: netcl's goes on with those that it fused, whatever has been put in their place."""
-    if not _is_fused_of_its_layers(instance):
-        with _fused_lock:
-            if not _is_fused_of_its_layers(instance):
-                vars(instance).update(dict.fromkeys(bridge.MADE_FROM_LAYERS))
-                _note_layers(instance)
-    return wrapped(x)
+_MADE_BY = {"_try_fuse_layers": "_fused_layers", "_try_fuse_layers_train": "_fused_train_layers"}
 
 
-def _is_fused_of_its_layers(model: Any) -> bool:
-    ref, refs = _fused.get(id(model), (None, []))
-    is_known = ref is not None and ref() is model and len(refs) == len(model.layers)
-    return is_known and all(known() is layer for known, layer in zip(refs, model.layers, strict=True))
-
-
-def _note_layers(instance: Any) -> None:
-    key = id(instance)
-
-    def forget(ref: weakref.ref[Any]) -> None:
-        found = _fused.get(key)
-        if found is not None and found[0] is ref:
-            del _fused[key]
-
-    _fused[key] = weakref.ref(instance, forget), [*map(_weak, instance.layers)]
-
-
-def _weak(layer: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(layer)
-    except TypeError:  # of a class with slots
-        return lambda: layer
+@meets("netcl.nn.layers.Sequential._try_fuse_layers", "netcl.nn.layers.Sequential._try_fuse_layers_train")
+def fused_layers(wrapped: Any, instance: Any, /) -> Any:
+    """The layers that a Sequential calls: netcl's goes on with those that it fused once, whatever has been put in their
+    place. They are its own where rules for modules make a difference between them."""
+    own, name = instance.layers, _MADE_BY[wrapped.__name__]
+    region = casting_region()
+    if region is not None and region.modules is not None:
+        rules = {region.modules.rule_of(layer) for layer in own if isinstance(layer, bridge.Module)}
+        if len(rules) > 1:
+            return own
+    known = getattr(instance, name)
+    if type(known) is _Fused and len(own) == len(known.made_of) and all(map(is_, own, known.made_of)):
+        return known
+    # Not in the Sequential's own attributes, where another thread may be at it.
+    made = _Fused(wrapped.__func__(SimpleNamespace(layers=own, **dict.fromkeys(bridge.MADE_FROM_LAYERS))))
+    made.made_of = [*own]
+    setattr(instance, name, made)
+    return made
 
 
 @meets("netcl.nn.layers._FusedConvReLUTrain.forward")

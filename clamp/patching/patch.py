@@ -43,7 +43,6 @@ from clamp.patching.wrap import (
     netcl_wrapper,
     owned_wrapper,
     passes_without_casts,
-    unfused,
     user_wrapper,
     written_places,
 )
@@ -157,8 +156,6 @@ class Patches:
 
     def _wrap_modules(self) -> None:
         """The calls of modules: of all classes that define one, and of those that are defined later."""
-        for name in ("_try_fuse_layers", "_try_fuse_layers_train"):
-            self._bindings.wrap(bridge.Sequential, name, unfused)
         for module_class in bridge.module_classes():
             self._wrap_call(module_class)
 

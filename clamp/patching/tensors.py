@@ -10,7 +10,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Tensor
+from clamp.bridge import Tensor
 from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
 from clamp.opencl.device import require_answer, require_usable
@@ -71,11 +71,6 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Changes nothing."""
     return wrapped(*args, **kwargs)
-
-
-def is_half(x: Any) -> bool:
-    """Returns whether x is a node or tensor of 16 bits."""
-    return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES
 
 
 @replaces("netcl.amp.maybe_cast_tensor")

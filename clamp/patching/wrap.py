@@ -16,6 +16,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
-from clamp.bridge import HALF_DTYPES, STORAGE, Module, Node, Parameter, Tensor, canonical_dtype, on_device
+from clamp.bridge import HALF_DTYPES, STORAGE, Node, Parameter, Tensor, canonical_dtype, on_device
 from clamp.casting.arguments import casts_to, holds_half, reporter
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, HalfButNumbers, Promote
@@ -123,18 +124,12 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
             return wrapped(*args, **kwargs)
         settle_before_reading(args, kwargs)
         region = casting_region()
-        policy = None if region is None else region.policy_of(entry)
-        if region is not None and policy is CastPolicy.BANNED and not region.allow_banned:
-            raise RuntimeError(banned_message(entry))
+        policy = None if region is None else _policy_in(region, entry)
         if holds_half(args, kwargs):
             return _run_widened(entry, wrapped, args, kwargs)
-        try:
-            if region is None or not listed or policy is not CastPolicy.FLOAT:
-                return RESULTS.netcls(wrapped(*args, **kwargs), args)
-            return RESULTS.netcls(called_in(region.in_float32, wrapped, *args, **kwargs), args)
-        except Exception as error:
-            _explain(entry, args, kwargs, error)
-            raise
+        if region is not None and listed and policy is CastPolicy.FLOAT:
+            return _run(entry, partial(called_in, region.in_float32, wrapped), args, kwargs)
+        return _run(entry, wrapped, args, kwargs)
 
     return call
 
@@ -200,9 +195,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
 
 def _add_casting(region: Region, entry: Entry) -> Casting:
     """The casting of a function in a region, made once."""
-    policy = region.policy_of(entry)
-    if policy is CastPolicy.BANNED and not region.allow_banned:
-        raise RuntimeError(banned_message(entry))
+    policy = _policy_in(region, entry)
     kind = POLICIES[policy]
     if policy is CastPolicy.HALF and region.policies.is_by_level(entry):
         kind = HalfButNumbers
@@ -210,12 +203,15 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     return casting
 
 
-def banned_message(entry: Entry) -> str:
-    """Returns the message for a user who calls a banned function."""
-    return (
-        f"{entry.function} is banned under AMP: {entry.reason} "
-        f"amp.init(allow_banned=True) runs it in fp32 all the same."
-    )
+def _policy_in(region: Region, entry: Entry) -> CastPolicy:
+    """The policy of a listed function in a region; RuntimeError where it is banned there."""
+    policy = region.policy_of(entry)
+    if policy is CastPolicy.BANNED and not region.allow_banned:
+        raise RuntimeError(
+            f"{entry.function} is banned under AMP: {entry.reason} "
+            f"amp.init(allow_banned=True) runs it in fp32 all the same."
+        )
+    return policy
 
 
 def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,11 +222,16 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     casting = casting_region()
     in_float32 = None if casting is None else casting.in_float32
     with casts_to("float32", report, use_cache).of_call(args, kwargs) as (args, kwargs):
-        try:
-            return RESULTS.netcls(called_in(in_float32, wrapped, *args, **kwargs), args)
-        except Exception as error:
-            _explain(entry, args, kwargs, error)
-            raise
+        return _run(entry, partial(called_in, in_float32, wrapped), args, kwargs)
+
+
+def _run(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """netcl's own function. Its errors name the call, its results are told of."""
+    try:
+        return RESULTS.netcls(wrapped(*args, **kwargs), args)
+    except Exception as error:
+        _explain(entry, args, kwargs, error)
+        raise
 
 
 def _explain(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
@@ -308,16 +309,6 @@ def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str
     return result
 
 
-def unfused(wrapped: Any, sequential: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The layers that netcl's Sequential calls: its own, not those that it has made of several to compute them at once,
-    where rules make a difference between them."""
-    region = casting_region()
-    if not Installed.now or region is None or region.modules is None:
-        return wrapped(*args, **kwargs)
-    rules = {region.modules.rule_of(layer) for layer in sequential.layers if isinstance(layer, Module)}
-    return sequential.layers if len(rules) > 1 else wrapped(*args, **kwargs)
-
-
 # ---------------------------------------------------------------------------------------------- writes in place
 
 _WRITTEN = ("out", "dst")
@@ -346,12 +337,14 @@ def refuse_half_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, 
     It would write to the copy.
     """
     places = written_places(function)
-    if any(
-        getattr(getattr(target, "value", None), "dtype", None) in HALF_DTYPES
-        for target in written(places, args, kwargs)
-    ):
+    if any(map(is_half, written(places, args, kwargs))):
         names = " or ".join(name for name, _ in places)
         raise TypeError(
             f"{function.__name__} was given a 16-bit tensor to write to, and clamp has no kernel that does: "
             f"pass a float32 tensor, or call it without {names}"
         )
+
+
+def is_half(x: Any) -> bool:
+    """Returns whether x is a node or tensor of 16 bits."""
+    return getattr(getattr(x, "value", None), "dtype", None) in HALF_DTYPES

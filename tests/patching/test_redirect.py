@@ -47,7 +47,7 @@ from clamp.session import registrations
 from tests.reference import quantize, to_device, to_numpy
 
 Function = Callable[..., Any]
-METHODS: tuple[Any, ...] = (SGD.step, SGD.zero_grad, Tensor.to_host, Tape.backward, Sequential.forward)
+METHODS: tuple[Any, ...] = (SGD.step, SGD.zero_grad, Tensor.to_host, Tape.backward, Sequential._try_fuse_layers)
 METHODS += (vars(Tensor)["from_host"].__func__,)
 
 LISTED: dict[str, Any] = {
