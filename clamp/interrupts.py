@@ -167,47 +167,42 @@ def contextmanager(
     return begin
 
 
-@contextmanager
-def undoing() -> Iterator[ExitStack]:
+def _meanwhile(begin: Callable[[], T], end: Callable[[], object]) -> AbstractContextManager[T]:
+    """Around a ``with``. ``end`` is called twice: an interrupt may be raised right before the first call."""
+
+    def both() -> Iterator[T]:
+        try:
+            try:
+                yield begin()
+            finally:
+                end()
+        finally:
+            end()
+
+    return Managed(both())
+
+
+def undoing() -> AbstractContextManager[ExitStack]:
     """Inside the ``with``, what is pushed on a stack is undone at its end; all of it, wherever Ctrl-C comes."""
     undo = ExitStack()
-    try:
-        try:
-            yield undo
-        finally:
-            with uninterrupted():
-                undo.close()
-    finally:  # once more: an interrupt may be raised right before the line above
+
+    def undo_all() -> None:
         with uninterrupted():
             undo.close()
 
+    return _meanwhile(lambda: undo, undo_all)
 
-@contextmanager
-def holding(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside the ``with``, an attribute has another value; after it the one that it had."""
+
+def holding(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """Inside the ``with``, an attribute has another value; after it the one that it has now."""
     before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)  # a class binds what stands in it
-    try:
-        try:
-            setattr(owner, name, value)
-            yield
-        finally:
-            setattr(owner, name, before)
-    finally:  # once more: an interrupt may be raised right before the line above
-        setattr(owner, name, before)
+    return _meanwhile(partial(setattr, owner, name, value), partial(setattr, owner, name, before))
 
 
-@contextmanager
-def among(items: dict[object, Any], item: Any) -> Iterator[None]:
+def among(items: dict[object, Any], item: Any) -> AbstractContextManager[None]:
     """Inside the ``with``, a dict has one item more, the last, under a key of its own."""
     key = object()
-    try:
-        try:
-            items[key] = item
-            yield
-        finally:
-            items.pop(key, None)
-    finally:
-        items.pop(key, None)
+    return _meanwhile(partial(items.__setitem__, key, item), partial(items.pop, key, None))
 
 
 @contextmanager

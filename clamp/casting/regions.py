@@ -232,20 +232,8 @@ def called_in(region: Region | None, function: Callable[..., Any], *args: Any, *
 
 def same_around() -> Callable[[], AbstractContextManager[None]]:
     """A ``with`` for later, inside of which ops cast as here."""
-    return partial(_inside, Around(current_region(), around_here.get().in_op, None))
-
-
-@contextmanager
-def _inside(around: Around) -> Iterator[None]:
-    outer = around_here.get()
-    try:
-        try:
-            around_here.set(around)
-            yield
-        finally:
-            around_here.set(outer)
-    finally:  # once more: an interrupt may be raised right before the line above
-        around_here.set(outer)
+    region, in_op = current_region(), around_here.get().in_op
+    return lambda: _entered(partial(Around, region, in_op))
 
 
 def casting_in(region: Region | None) -> AbstractContextManager[None]:
@@ -253,23 +241,31 @@ def casting_in(region: Region | None) -> AbstractContextManager[None]:
     return in_region(region, region is None)
 
 
-@contextmanager
-def in_region(region: Region | None, in_op: bool | None = None) -> Iterator[None]:
+def in_region(region: Region | None, in_op: bool | None = None) -> AbstractContextManager[None]:
     """Makes ``region`` hold for this thread inside the ``with``; within an op, ops still do not cast.
 
     Args:
         region: None: the one around.
         in_op: whether the inside counts as that of an op; as around if not given.
     """
-    outer = around_here.get()
-    inner = Around(_changed(region) or outer.region, outer.in_op if in_op is None else in_op, outer)
+
+    def inside(outer: Around) -> Around:
+        return Around(_changed(region) or outer.region, outer.in_op if in_op is None else in_op, outer)
+
+    return _entered(inside)
+
+
+@contextmanager
+def _entered(inside: Callable[[Around], Around]) -> Iterator[None]:
+    """Makes of what is around, at the beginning of the ``with``, what is inside of it."""
+    inner = inside(around_here.get())
     try:
         try:
             around_here.set(inner)
             yield
         finally:
             inner.leave()
-    finally:
+    finally:  # once more: an interrupt may be raised right before the line above
         inner.leave()
 
 
