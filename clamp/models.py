@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -185,8 +185,8 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
             if input_dtype is None:
                 result = method(self, *args, **kwargs)
             else:
-                with casts_to(input_dtype, say_nothing, use_cache=False).of_call(args, kwargs) as (args, kwargs):
-                    result = method(self, *args, **kwargs)
+                casts = casts_to(input_dtype, say_nothing, use_cache=False)
+                result = casts.call(partial(method, self), args, kwargs)
             return result if output_dtype is None else casts_to(output_dtype, say_nothing, use_cache=False)(result)
 
         return call

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from operator import is_
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import wrapt
@@ -25,7 +25,8 @@ from clamp.bridge import HALF_DTYPES, DTypeLike, Node, Tensor, TensorLike
 from clamp.casting.operands import cast_node, say_nothing
 from clamp.casting.policy_table import check_dtype
 from clamp.casting.regions import Caching, Region, current_region
-from clamp.interrupts import contextmanager
+
+T = TypeVar("T")
 
 _PLAIN = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, type)
 #: What a container of a class of the user's is underneath, and is made and filled as, whatever its class does when one
@@ -111,19 +112,14 @@ class Conversion:
         self._copies.append((x, new, items, attributes))
         return new
 
-    @contextmanager
-    def of_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The arguments of a call converted, but for ``out=``, a place to write to. What the call writes to a container
-        that it was given a copy of stands in the container itself when the block is left::
+    def call(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Returns ``function(*args, **kwargs)`` with the arguments converted, but for ``out=``, a place to write to.
 
-            with casts_to("float16", say_nothing, use_cache=True).of_call(args, kwargs) as (args, kwargs):
-                return function(*args, **kwargs)
+        What the function writes to the copy of a container stands in the container itself then.
         """
         given = tuple(map(self, args)), {name: x if name == "out" else self(x) for name, x in kwargs.items()}
         try:
-            yield given
+            return function(*given[0], **given[1])
         finally:
             self.give_back()
 

@@ -24,7 +24,7 @@ from clamp import bridge
 from clamp.bridge import STORAGE, Node, Tensor
 from clamp.casting.arguments import casts_to, reporter
 from clamp.casting.policy_table import CastPolicy
-from clamp.casting.regions import called_in, casting_region, in_region
+from clamp.casting.regions import called_in, casting_region
 from clamp.interrupts import Managed
 from clamp.ops.arguments import shown
 from clamp.ops.cast import cast
@@ -127,9 +127,8 @@ class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
             if region is None or cast_inputs is None:
                 return wrapped(*args, **kwargs)
             name = getattr(function, "__name__", "custom_fwd")
-            casts = casts_to(cast_inputs, reporter(region, name), region.cache_enabled).of_call(args, kwargs)
-            with casts as (args, kwargs), in_region(replace(region, enabled=False)):
-                return wrapped(*args, **kwargs)
+            casts = casts_to(cast_inputs, reporter(region, name), region.cache_enabled)
+            return casts.call(partial(called_in, replace(region, enabled=False), wrapped), args, kwargs)
 
         super().__init__(function, call)
         self._self_cast_inputs = cast_inputs

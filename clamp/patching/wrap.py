@@ -185,10 +185,8 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             return called_in(None, wrapped, *args, **kwargs)
         settle_before_reading(args, kwargs)
         refuse_half_targets(wrapped, args, kwargs)
-        casts = casts_to(target, reporter(region, name), region.cache_enabled).of_call(args, kwargs)
-        # Not in place of args and kwargs: who explains the call makes it again, as it was made.
-        with casts as (cast_args, cast_kwargs):
-            return called_in(None, wrapped, *cast_args, **cast_kwargs)
+        casts = casts_to(target, reporter(region, name), region.cache_enabled)
+        return casts.call(partial(called_in, None, wrapped), args, kwargs)
 
     return call
 
@@ -221,8 +219,8 @@ def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict
     report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     casting = casting_region()
     in_float32 = None if casting is None else casting.in_float32
-    with casts_to("float32", report, use_cache).of_call(args, kwargs) as (args, kwargs):
-        return _run(entry, partial(called_in, in_float32, wrapped), args, kwargs)
+    run = partial(called_in, in_float32, wrapped)
+    return casts_to("float32", report, use_cache).call(lambda *xs, **named: _run(entry, run, xs, named), args, kwargs)
 
 
 def _run(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
