@@ -25,7 +25,7 @@ from clamp.ops.loss_scale import AppliedScale
 from clamp.params import delivery, graphs, penalties
 from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
-from clamp.patching.wrap import Installed, is_half
+from clamp.patching.wrap import is_half
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import warn_user
@@ -307,8 +307,8 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     forward function may name the dtype that it wants its inputs in (clamp/patching/user_functions.py).
     """
     name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
-    dtype = user_functions.input_dtype(forward) if Installed.now else None
-    if dtype is None and (around_here.get().in_op or not Installed.now or not any(is_half(node) for node in nodes)):
+    dtype = user_functions.input_dtype(forward)
+    if dtype is None and (around_here.get().in_op or not any(map(is_half, nodes))):
         backward = user_functions.bound(backward, forward, nodes, name)
         return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
     region = current_region()

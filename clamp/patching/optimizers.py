@@ -21,7 +21,7 @@ from clamp.ops.ring_buffers import Norms
 from clamp.params import gradient_marks, masters, updates
 from clamp.patching.patch_registry import meets, meets_in_optimizers
 from clamp.patching.tensors import in_place
-from clamp.patching.wrap import Installed, Wrapper
+from clamp.patching.wrap import Wrapper
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.manual import begin_anew
 
@@ -165,20 +165,19 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
         RuntimeError: a gradient is scaled.
     """
     params = list({id(param): param for param in params}.values())
-    if Installed.now:
-        host_step(settle_late)
-        gradient_marks.require_ready(
-            params,
-            f"{wrapped.__name__}()",
-            "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
-            "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
-        )
-        for master, model in _masters_among(params):
-            masters.gather(master, model)  # a backward without `with handle.scale_loss(...)` leaves it on the parameter
-        gradient_marks.give_each_its_own(params)
+    host_step(settle_late)
+    gradient_marks.require_ready(
+        params,
+        f"{wrapped.__name__}()",
+        "the norm would be that many times too large. Clip after `with handle.scale_loss(...)`, after "
+        "scaler.unscale_(optimizer) or after scaler.unscale_grads(params), before the step.",
+    )
+    for master, model in _masters_among(params):
+        masters.gather(master, model)  # a backward without `with handle.scale_loss(...)` leaves it on the parameter
+    gradient_marks.give_each_its_own(params)
 
     def clip() -> Any:
-        return in_place(partial(_clip, wrapped) if Installed.now else wrapped, instance, (params, *args), kwargs)
+        return in_place(partial(_clip, wrapped), instance, (params, *args), kwargs)
 
     if recorder() is None or wrapped.__name__ != "clip_grad_norm":
         return clip()

@@ -82,7 +82,7 @@ class Patches:
         guarded, reference = self._guarded, weakref.ref(optimizer)
 
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return guarded(wrapped, reference(), args, kwargs) if Installed.now else wrapped(*args, **kwargs)
+            return guarded(wrapped, reference(), args, kwargs)
 
         self._bindings.wrap(optimizer, "step", call)
 

@@ -23,7 +23,7 @@ from netcl.autograd import bf16_ops, ops, shape_ops
 from clamp.bridge.netcl_functions import REDIRECTED, is_netcls, own_copy
 from clamp.casting.regions import around_here
 from clamp.patching import tensors
-from clamp.patching.wrap import Wrapper, passes_of
+from clamp.patching.wrap import Installed, Wrapper, passes_of
 
 _POSITIONAL, _KEYWORDS = 4, 8  # inspect.CO_VARARGS, CO_VARKEYWORDS
 
@@ -260,7 +260,8 @@ class Bindings:
         if type(function) is FunctionType and (is_module or function.__qualname__ == own_name):
             self.redirect(function, wrapper, how if is_module else "bound", passes)
         elif not any(ours is stands for _, _, _, ours in self._undo):
-            self.set(owner, name, wrapt.FunctionWrapper(stands, wrapper))
+            # One that somebody keeps after shutdown passes straight through.
+            self.set(owner, name, wrapt.FunctionWrapper(stands, wrapper, enabled=lambda: Installed.now))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets one attribute."""

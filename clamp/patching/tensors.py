@@ -18,7 +18,7 @@ from clamp.ops.arguments import saturated
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets, replaces
-from clamp.patching.wrap import Installed, Wrapper, written, written_places
+from clamp.patching.wrap import Wrapper, written, written_places
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.step_report import is_called_by_user, warn_user
 
@@ -56,7 +56,7 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     """
     args = tuple(list(x) if isinstance(x, Iterator) else x for x in args)
     given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-    if not Installed.now or not given:
+    if not given:
         return wrapped(*args, **kwargs)
     given |= {id(tensor.grad): tensor.grad for tensor in list(given.values()) if tensor.grad is not None}
     try:

@@ -42,7 +42,7 @@ Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Installed:
-    """Says whether the patches are in place. A wrapper that somebody kept after shutdown passes straight through."""
+    """Says whether the patches are in place."""
 
     now = False
 
@@ -63,8 +63,6 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     as_given = Promote().of(entry.function)
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not Installed.now:
-            return wrapped(*args, **kwargs)
         settle_before_reading(args, kwargs)
         region = casting_region()
         if region is None:
@@ -120,8 +118,6 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
     """
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not Installed.now:
-            return wrapped(*args, **kwargs)
         settle_before_reading(args, kwargs)
         region = casting_region()
         policy = None if region is None else _policy_in(region, entry)
@@ -289,7 +285,7 @@ _MISTAKEN: tuple[tuple[type, str, str], ...] = (
 def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module's call, in the region of the rule that decides about it. Where casts are off no rule turns them on."""
     region = casting_region()
-    if not Installed.now or region is None:
+    if region is None:
         return wrapped(*args, **kwargs)
     inner, rules = region.inside(module), region.modules
     is_first = rules is not None and not rules.is_judged  # of its calls: by its end a model has all layers

@@ -172,6 +172,19 @@ def test_a_function_put_in_netcls_place_runs_in_float32_and_is_spoken_of(
     assert ag.matmul_op is mine
 
 
+def test_who_kept_what_stood_in_a_functions_place_has_the_users_own_after_shutdown(
+    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ag, "matmul_op", functools.partial(lambda a, b: (a.value.dtype, b.value.dtype)))
+    x = ag.tensor(to_device(queue, np.ones((2, 2)), "float16"))
+    with pytest.warns(UserWarning, match="matmul_op is a function of"):
+        handle = amp.init()
+    with handle:
+        kept = ag.matmul_op
+        assert kept(x, x) == ("float32", "float32")
+    assert kept(x, x) == ("float16", "float16")
+
+
 def test_what_a_user_changes_meanwhile_is_left_alone(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Counter(ag.matmul_op)
     monkeypatch.setattr(ag, "matmul_op", mine)
