@@ -308,20 +308,19 @@ def apply_op(wrapped: Any, instance: None, forward: Any, backward: Any, /, *node
     """
     name = kwargs["op_name"] = kwargs.get("op_name") or _name_of(forward)
     dtype = user_functions.input_dtype(forward)
-    if dtype is None and (around_here.get().in_op or not any(map(is_half, nodes))):
-        backward = user_functions.bound(backward, forward, nodes, name)
-        return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *nodes, **kwargs)), nodes)
-    region = current_region()
-    report, use_cache = reporter(region, name), region is None or region.cache_enabled
-    cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
-    widened = [
-        cast_one(x) if is_half(x) or (dtype and bridge.is_floating(getattr(x, "value", None))) else x for x in nodes
-    ]
-    swaps = [(node, wide) for node, wide in zip(nodes, widened, strict=True) if node is not wide]
-    backward = user_functions.bound(backward, forward, widened, name)
-    if backward is not None:
+    given = nodes
+    if dtype is not None or (not around_here.get().in_op and any(map(is_half, nodes))):
+        region = current_region()
+        report, use_cache = reporter(region, name), region is None or region.cache_enabled
+        cast_one = partial(cast_node, dtype=dtype or "float32", report=report, use_cache=use_cache)
+        given = tuple(
+            cast_one(x) if is_half(x) or (dtype and bridge.is_floating(getattr(x, "value", None))) else x for x in nodes
+        )
+    swaps = [(x, wide) for x, wide in zip(nodes, given, strict=True) if x is not wide]
+    backward = user_functions.bound(backward, forward, given, name)
+    if swaps and backward is not None:
         backward = _reading_widened(backward, swaps)
-    return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *widened, **kwargs)), widened)
+    return RESULTS.foreign(_known_to_parents(wrapped(forward, backward, *given, **kwargs)), given)
 
 
 def _known_to_parents(made: Any) -> Any:

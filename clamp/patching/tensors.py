@@ -17,7 +17,7 @@ from clamp.opencl.device import require_answer, require_usable
 from clamp.ops.arguments import saturated
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
-from clamp.patching.patch_registry import meets, replaces
+from clamp.patching.patch_registry import WRAPPERS, meets, replaces
 from clamp.patching.wrap import Wrapper, written, written_places
 from clamp.scaling.dynamic_scale import settle_late
 from clamp.scaling.step_report import is_called_by_user, warn_user
@@ -43,7 +43,7 @@ def noting_writes(function: Any, wrapper: Wrapper) -> Wrapper:
         finally:
             for target in targets:
                 if target is not None:
-                    masters.written(getattr(target, "buffer", None))
+                    masters.written(getattr(target, "buffer", target))
 
     return call
 
@@ -69,8 +69,12 @@ def in_place(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
 
 
 def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> Any:
-    """Changes nothing."""
+    """Changes nothing; what a function writes to is noted all the same."""
     return wrapped(*args, **kwargs)
+
+
+for _name in ("write", "copy", "fill"):
+    WRAPPERS[f"netcl.core.transfer.{_name}"] = as_it_is
 
 
 @replaces("netcl.amp.maybe_cast_tensor")
@@ -164,13 +168,3 @@ def from_shape(
 def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
     """netcl's way to read bfloat16 as float32, which is what ``to_host`` gives already."""
     return t.to_host()
-
-
-@meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill")
-def transfer_write(wrapped: Any, instance: None, /, queue: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-    """netcl's copies and fills: what was derived from their destination is stale."""
-    settle_late()  # as above
-    try:
-        return wrapped(queue, dst, *args, **kwargs)
-    finally:
-        masters.written(dst)
