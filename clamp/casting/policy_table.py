@@ -131,13 +131,9 @@ class PolicyTable:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def policy_of(self, entry: Entry) -> CastPolicy:
-        """The policy this table gives to an entry of another table (its own, if this table has no such name)."""
-        return self._entries.get(entry.name, entry).policy
-
-    def is_by_level(self, entry: Entry) -> bool:
-        """Returns whether the policy that this table gives to an entry of another table is that of a level."""
-        return self._entries.get(entry.name, entry).by_level
+    def entry_like(self, entry: Entry) -> Entry:
+        """This table's entry of the same name as one of another table; that one, if this table has none."""
+        return self._entries.get(entry.name, entry)
 
     def called_by(self, name: str) -> str:
         """The listed function that a function of ``calls`` hands over to; any other name stays itself."""

@@ -133,7 +133,7 @@ class Region:
 
     def policy_of(self, entry: Entry) -> CastPolicy:
         """The policy of a listed function here."""
-        policy = self.policies.policy_of(entry)
+        policy = self.policies.entry_like(entry).policy
         is_float = self.is_wide and self.dtype == "float32" and policy is not CastPolicy.NONE
         return CastPolicy.FLOAT if is_float else policy
 

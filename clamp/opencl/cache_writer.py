@@ -15,13 +15,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeAlias
 
 import pyopencl as cl
 
-from clamp.interrupts import contextmanager
+from clamp.interrupts import holding
 
 #: Numbers of a platform and, there, of a device: what tells another process which one is meant.
 Place: TypeAlias = tuple[int, int]
@@ -122,15 +122,9 @@ def keep_later(context: cl.Context, file: str, macros: Mapping[str, object]) -> 
     return True
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
+def at_once() -> AbstractContextManager[None]:
     """While it lasts programs are kept by those that build them, however long that takes. For all threads."""
-    global _at_once
-    before, _at_once = _at_once, True
-    try:
-        yield
-    finally:
-        _at_once = before
+    return holding(sys.modules[__name__], "_at_once", True)
 
 
 def keep_in_background() -> list[Process]:

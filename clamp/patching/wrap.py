@@ -191,7 +191,7 @@ def _add_casting(region: Region, entry: Entry) -> Casting:
     """The casting of a function in a region, made once."""
     policy = _policy_in(region, entry)
     kind = POLICIES[policy]
-    if policy is CastPolicy.HALF and region.policies.is_by_level(entry):
+    if policy is CastPolicy.HALF and region.policies.entry_like(entry).by_level:
         kind = HalfButNumbers
     casting = region.castings[entry.name] = kind.at_work(region, entry.function).of(entry.function)
     return casting

@@ -104,6 +104,7 @@ OTHER_CONTENTS: dict[str, Callable[[dict[str, list[str]], bytes], bytes]] = {
     "numbers for types": lambda known, binary: _content({k: [1] * len(types) for k, types in known.items()}, binary),
     "half a binary": lambda known, binary: _content(known, binary[: len(binary) // 2], len(binary)),
     "no binary": lambda known, binary: _content(known, b"", len(binary)),
+    "a binary that the driver refuses": lambda known, binary: _content({k: [] for k in known}, b"no binary"),
 }
 
 
@@ -160,14 +161,6 @@ def test_a_program_under_the_name_of_another_is_not_loaded(queue: cl.CommandQueu
     renamed = file.with_name("0" * len(file.stem) + file.suffix)
     file.rename(renamed)
     assert cache.load(renamed) is None
-
-
-def test_a_binary_that_the_driver_refuses_is_written_anew(queue: cl.CommandQueue, file: Path) -> None:
-    _say(file, _content({"cast": []}, b"no binary"))
-    _halves(queue)
-    kept = cache.load(file)
-    assert kept is not None
-    assert kept.binary != b"no binary"
 
 
 def test_a_folder_that_others_can_write_to_is_left_alone(queue: cl.CommandQueue, folder: Path) -> None:
