@@ -65,9 +65,10 @@ def _registered(wrappers: dict[str, Wrapper], names: tuple[str, ...]) -> Callabl
             try:
                 return function(wrapped, instance, *args, **kwargs)
             except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is None:  # not one for these arguments
-                    raise _in_netcls_words(error, wrapped, args, kwargs) from None
-                raise
+                is_of_arguments = error.__traceback__ is None or error.__traceback__.tb_next is None
+                if not is_of_arguments or _takes(wrapped, args, kwargs):
+                    raise
+            return wrapped(*args, **kwargs)  # whose error has the name that was called
 
         wrappers.update(dict.fromkeys(names, wrapper))
         return function
@@ -75,18 +76,15 @@ def _registered(wrappers: dict[str, Wrapper], names: tuple[str, ...]) -> Callabl
     return register
 
 
-def _in_netcls_words(error: TypeError, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
-    """Returns what netcl's function says of arguments that it does not take either: it has the name that was called."""
+def _takes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a function can be called with these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
-        try:
-            function(*args, **kwargs)
-        except TypeError as its_own:
-            return its_own.with_traceback(None)
+        return False
     except ValueError:  # one of C has no signature
         pass
-    return error
+    return True
 
 
 @cache
