@@ -12,7 +12,6 @@ from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
 from clamp.casting.arguments import casts_to
 from clamp.casting.module_rules import ModuleRules
-from clamp.casting.operands import say_nothing
 from clamp.params.masters import narrow, showing_masters
 
 SAVE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -185,9 +184,8 @@ def cast_calls(model: Any, input_dtype: str | None, output_dtype: str | None) ->
             if input_dtype is None:
                 result = method(self, *args, **kwargs)
             else:
-                casts = casts_to(input_dtype, say_nothing, use_cache=False)
-                result = casts.call(partial(method, self), args, kwargs)
-            return result if output_dtype is None else casts_to(output_dtype, say_nothing, use_cache=False)(result)
+                result = casts_to(input_dtype).call(partial(method, self), args, kwargs)
+            return result if output_dtype is None else casts_to(output_dtype)(result)
 
         return call
 

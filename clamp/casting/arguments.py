@@ -275,13 +275,18 @@ def cast(x: TensorLike, dtype: DTypeLike) -> TensorLike:
     return cast_node(x, dtype, use_cache=region is not None and region.cache_enabled)
 
 
-def casts_to(dtype: str, report: Callable[[str, str], None], use_cache: Caching) -> Conversion:
+def casts_to(dtype: str, report: Callable[[str, str], None] = say_nothing, use_cache: Caching = False) -> Conversion:
     """Casts every floating node and tensor in nested containers; neither integers, float64, nor host arrays."""
 
     def cast_one(x: TensorLike) -> TensorLike:
         return cast_node(x, dtype, report, use_cache) if bridge.is_floating(x.value) else x
 
     return Conversion(cast_one)
+
+
+def casts_in(region: Region | None, dtype: str, function: str) -> Conversion:
+    """The casts of a function's arguments in a region, or outside of all."""
+    return casts_to(dtype, reporter(region, function), region is None or region.cache_enabled)
 
 
 _NONE: dict[str, Any] = {}

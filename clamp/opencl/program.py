@@ -191,7 +191,7 @@ class Kernel:
             _per_thread.kernels = {}
         except KeyError:
             pass
-        built = _get_program(queue.context, self.file, self.macros(dtypes, macros), self.finish, self.options)
+        built = self._built(queue.context, self.macros(dtypes, macros))
         _per_thread.kernels[key] = kernel = built.kernel(self.name)
         return kernel
 
@@ -217,12 +217,26 @@ class Kernel:
             KernelBuildError: as `on`.
         """
         assert not self.tensors, "the storage types of repeated launches are given as macros"
-        built = _get_program(queue.context, self.file, macros, self.finish, self.options)
+        built = self._built(queue.context, macros)
         kernel = built.kernel(self.name)
         numbers = [place for place, name in enumerate(built.signatures[self.name]) if not name.endswith("*")]
         unset = (0 if place in numbers else None for place in range(len(args)))
         kernel.set_args(*[nothing if arg is ... else arg for arg, nothing in zip(args, unset, strict=True)])
         return Launch(kernel, global_size, local_size, args)
+
+    def _built(self, context: cl.Context, macros: dict[str, object]) -> Built:
+        # The program keeps its context alive, so the pointer in the key stays unique.
+        key = (context.int_ptr, self.file, self.finish, self.options, *sorted(macros.items()))
+        with _lock:
+            if key in _programs:
+                return _programs[key]
+            building = _building.setdefault(key, threading.RLock())
+        with building:  # others may build other programs meanwhile
+            if key not in _programs:
+                built = build(context, self.file, macros, self.finish, self.options)
+                with _lock:
+                    _programs[key] = built
+            return _programs[key]
 
 
 def built_programs() -> int:
@@ -242,24 +256,6 @@ def release_programs(context: cl.Context | None = None) -> None:
     _per_thread.kernels = {}
     for prepared in _prepared:
         prepared.known.clear()
-
-
-def _get_program(
-    context: cl.Context, file: str, macros: dict[str, object], finish: Finish | None = None,
-    options: tuple[str, ...] = (),
-) -> Built:  # fmt: skip
-    # The program keeps its context alive, so the pointer in the key stays unique.
-    key = (context.int_ptr, file, finish, options, *sorted(macros.items()))
-    with _lock:
-        if key in _programs:
-            return _programs[key]
-        building = _building.setdefault(key, threading.RLock())
-    with building:  # others may build other programs meanwhile
-        if key not in _programs:
-            built = build(context, file, macros, finish, options)
-            with _lock:
-                _programs[key] = built
-        return _programs[key]
 
 
 def _rounding(devices: Sequence[cl.Device]) -> list[str]:

@@ -55,8 +55,8 @@ def begin(device: cl.Device, where: str) -> None:
     with _lock:
         if key in _verdicts or key in _begun:
             return
-        file, names = _to_try(device, where)
-        if (known := _remembered(file, names)) is not None:
+        _, names, known = _remembered(device, where)
+        if known is not None:
             _verdicts[key] = known
         elif (process := _started(device, where, names)) is not None:
             _begun[key] = process
@@ -79,9 +79,8 @@ def verdicts(device: cl.Device, where: str, *, anew: bool = False) -> Mapping[st
         return _verdicts[key]
     with _lock:  # who else asks waits for the same
         if anew or key not in _verdicts:
-            file, names = _to_try(device, where)
-            known = None if anew or key in _begun else _remembered(file, names)
-            if known is None:
+            file, names, known = _remembered(device, where)
+            if known is None or anew or key in _begun:
                 known = _tried(device, where, names)
                 if known.keys() == set(names):
                     cache.write(file, json.dumps(known).encode())
@@ -94,21 +93,19 @@ def identity(device: cl.Device) -> list[str]:
     return [device.platform.name, device.platform.version, device.name, device.driver_version, cl.VERSION_TEXT]
 
 
-def _to_try(device: cl.Device, where: str) -> tuple[Path | None, list[str]]:
-    """The file of the verdicts, if any are kept, and the names of the trials."""
+def _remembered(device: cl.Device, where: str) -> tuple[Path | None, list[str], Mapping[str, str] | None]:
+    """The file of the verdicts, if any are kept, the names of the trials, and the verdicts, if they are known."""
     what: HasTrials = resolve_name(where)
     file = cache.file_for([*identity(device), where, what.trial_key()], ".proof")
-    return file, [name for name, _ in what.trials()]
+    names = [name for name, _ in what.trials()]
 
-
-def _remembered(file: Path | None, names: list[str]) -> Mapping[str, str] | None:
     def meaning(content: bytes) -> dict[str, str]:
         verdicts: dict[str, str] = json.loads(content)
         if verdicts.keys() != set(names) or not all(isinstance(verdict, str) for verdict in verdicts.values()):
             raise ValueError("verdicts of other trials")
         return verdicts
 
-    return cache.read(file, meaning)
+    return file, names, cache.read(file, meaning)
 
 
 def _tried(device: cl.Device, where: str, names: list[str]) -> dict[str, str]:

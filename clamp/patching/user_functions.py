@@ -22,7 +22,7 @@ import wrapt
 
 from clamp import bridge
 from clamp.bridge import STORAGE, Node, Tensor
-from clamp.casting.arguments import casts_to, reporter
+from clamp.casting.arguments import casts_in
 from clamp.casting.policy_table import CastPolicy
 from clamp.casting.regions import called_in, casting_region
 from clamp.interrupts import Managed
@@ -127,8 +127,9 @@ class CustomForward(wrapt.FunctionWrapper):  # type: ignore[type-arg]
             if region is None or cast_inputs is None:
                 return wrapped(*args, **kwargs)
             name = getattr(function, "__name__", "custom_fwd")
-            casts = casts_to(cast_inputs, reporter(region, name), region.cache_enabled)
-            return casts.call(partial(called_in, replace(region, enabled=False), wrapped), args, kwargs)
+            return casts_in(region, cast_inputs, name).call(
+                partial(called_in, replace(region, enabled=False), wrapped), args, kwargs
+            )
 
         super().__init__(function, call)
         self._self_cast_inputs = cast_inputs

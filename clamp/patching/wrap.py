@@ -25,7 +25,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp.bridge import HALF_DTYPES, STORAGE, Node, Parameter, Tensor, canonical_dtype, on_device
-from clamp.casting.arguments import casts_to, holds_half, reporter
+from clamp.casting.arguments import casts_in, holds_half
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, HalfButNumbers, Promote
 from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
@@ -181,8 +181,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
             return called_in(None, wrapped, *args, **kwargs)
         settle_before_reading(args, kwargs)
         refuse_half_targets(wrapped, args, kwargs)
-        casts = casts_to(target, reporter(region, name), region.cache_enabled)
-        return casts.call(partial(called_in, None, wrapped), args, kwargs)
+        return casts_in(region, target, name).call(partial(called_in, None, wrapped), args, kwargs)
 
     return call
 
@@ -211,12 +210,11 @@ def _policy_in(region: Region, entry: Entry) -> CastPolicy:
 def _run_widened(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """netcl's own function in fp32. What it is made of runs on clamp's kernels, without netcl's defects."""
     refuse_half_targets(wrapped, args, kwargs)
-    region = current_region()
-    report, use_cache = reporter(region, entry.function), region is None or region.cache_enabled
     casting = casting_region()
     in_float32 = None if casting is None else casting.in_float32
     run = partial(called_in, in_float32, wrapped)
-    return casts_to("float32", report, use_cache).call(lambda *xs, **named: _run(entry, run, xs, named), args, kwargs)
+    casts = casts_in(current_region(), "float32", entry.function)
+    return casts.call(lambda *xs, **named: _run(entry, run, xs, named), args, kwargs)
 
 
 def _run(entry: Entry, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

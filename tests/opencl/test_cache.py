@@ -209,7 +209,7 @@ def test_the_name_depends_on_source_options_and_what_drivers_are_told(
 def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -> None:
     known = cache.load(file)
     assert known is not None
-    built = program._get_program(_CONTEXTS[-1], "cast.cl", {"X_T": "f32", "Y_T": "f16", "PIECES": 0})
+    built = program.Kernel("cast.cl", "cast")._built(_CONTEXTS[-1], {"X_T": "f32", "Y_T": "f16", "PIECES": 0})
     assert known.signatures == built.signatures == {"cast": ["float*", "half*", "ulong", "uint"]}
 
 
