@@ -164,13 +164,6 @@ def test_a_failing_init_leaves_netcl_alone() -> None:
     amp.init().shutdown()
 
 
-def test_a_function_that_is_met_has_all_ways_to_be_called(queue: cl.CommandQueue) -> None:
-    x = ag.tensor(Parameter.from_host(queue, np.ones((2, 3), np.float32)))
-    with amp.init() as handle, handle.disable_casts():
-        for shaped in (ag.reshape(x, (3, 2)), ag.reshape(x, [6]), ag.reshape(x, shape=(6, 1))):
-            assert shaped.grad_fn.__module__ == "netcl.autograd.shape_ops"
-
-
 def test_a_listed_module_imported_later_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "late_ops.py").write_text("def double(x):\n    return x\n")
     (tmp_path / "my.toml").write_text('[half]\n"late_ops.double" = "A test."\n')

@@ -27,6 +27,7 @@ def relu(x: Node) -> Node:
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "chain": (lambda a, b: ag.tanh(a * b + 1.0) - ag.sigmoid(b), (A, B)),
+    "16 bits": (lambda a, b: ag.add(ag.mul(a, b), 1.0), (A.astype(np.float16), B.astype(np.float16))),
     "a number": (lambda a, factor: a * factor, (A, 3)),
     "an argument that is not read": (lambda a, b: b * 2.0, (A, B)),
     "add_relu": (lambda a, b: ag.add_relu(a, b), (A, B)),
@@ -41,7 +42,7 @@ def _results(queue: cl.CommandQueue, function: Callable[..., Any], given: tuple[
     """The result of a call, and the gradients of what it was given."""
     arrays = [isinstance(x, np.ndarray) for x in given]
     nodes = [
-        ag.tensor(Parameter.from_host(queue, x), requires_grad=True) if is_array else x
+        ag.tensor(Parameter.from_host(queue, x, dtype=str(x.dtype)), requires_grad=True) if is_array else x
         for x, is_array in zip(given, arrays, strict=True)
     ]
     out = function(*nodes)

@@ -22,6 +22,8 @@ Call = Callable[[Any], Any]
 
 CALLS: dict[str, Call] = {
     "a shape": lambda x: ag.reshape(x, (3, 2)),
+    "a list for a shape": lambda x: ag.reshape(x, [6]),
+    "a shape by name": lambda x: ag.reshape(x, shape=(6, 1)),
     "no tape": lambda x: ag.unsqueeze(x, 1, tape=None),
     "a tape": lambda x: ag.unsqueeze(x, 1, tape=Tape()),
     "a keyword": lambda x: ag.narrow(x, axis=1, start=1, length=2),
