@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -141,9 +142,9 @@ def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
         return None  # numpy.float64(0.9) * float32 is float64
     if not isinstance(optimizer.vel, DeviceArrays):
         optimizer.vel = DeviceArrays(optimizer.vel)
-    if not all(optimizer.vel.fits(param) for param in params):
-        return None
     velocities = [optimizer.vel.buffer_of(param) for param in params]
+    if any(velocity is None for velocity in velocities):
+        return None
     numbers = (*map(np.float32, chosen), np.int32(bool(optimizer.nesterov)))
     return Update("momentum", numbers, velocities, lambda: [velocities])
 
@@ -327,57 +328,41 @@ def _all_or_nothing(own: Callable[[], Any], optimizer: Any, params: Sequence[Ten
 # ---------------------------------------------------------------------------------------------- arrays on the device
 
 
-class DeviceArrays(MutableMapping[int, Any]):
+class DeviceArrays(UserDict[int, Any]):
     """numpy arrays by id of a parameter, some of which lie on the device until somebody asks for them.
 
     Momentum keeps its velocities in a dict of arrays. A step on the device keeps them there; whoever reads an item, a
     checkpoint, netcl's own step, gets an array with what is on the device, which the next step takes up from there.
     """
 
-    def __init__(self, arrays: Mapping[int, Any]) -> None:
-        self._arrays = dict(arrays)  # of those on the device, only their shapes count
-        self._buffers: dict[int, tuple[cl.Buffer, cl.CommandQueue]] = {}
-
-    def fits(self, param: Tensor) -> bool:
-        """Returns whether the state of a parameter is float32 of its shape."""
-        array = self._arrays.get(id(param))
-        return isinstance(array, np.ndarray) and array.dtype == np.float32 and array.shape == tuple(param.shape)
-
-    def buffer_of(self, param: Tensor) -> cl.Buffer:
-        """Returns where the state of a parameter lies on the device, from now on until it is read."""
-        if id(param) not in self._buffers:
-            self._buffers[id(param)] = placed(param, self._arrays[id(param)]), param.queue
-        return self._buffers[id(param)][0]
+    def buffer_of(self, param: Tensor) -> cl.Buffer | None:
+        """Returns where the state of a parameter lies on the device, from now on until it is read; None if that is not
+        float32 of its shape."""
+        kept = self.data.get(id(param))
+        if isinstance(kept, np.ndarray) and kept.dtype == np.float32:
+            kept = self.data[id(param)] = _OnDevice(placed(param, kept), param.queue, kept.shape)
+        return kept.buffer if isinstance(kept, _OnDevice) and kept.shape == tuple(param.shape) else None
 
     def __getitem__(self, key: int) -> Any:
-        if key in self._buffers:
-            buffer, queue = self._buffers[key]
-            array = np.empty_like(self._arrays[key])
-            transfer.read(queue, array, buffer)
-            self._arrays[key] = array
-            del self._buffers[key]
-        return self._arrays[key]
+        kept = self.data[key]
+        if isinstance(kept, _OnDevice):
+            array = np.empty(kept.shape, np.float32)
+            transfer.read(kept.queue, array, kept.buffer)
+            kept = self.data[key] = array
+        return kept
 
-    def __setitem__(self, key: int, value: Any) -> None:
-        self._buffers.pop(key, None)
-        self._arrays[key] = value
-
-    def __delitem__(self, key: int) -> None:
-        self._buffers.pop(key, None)
-        del self._arrays[key]
-
-    def __contains__(self, key: object) -> bool:  # the inherited one reads the item
-        return key in self._arrays
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def copy(self) -> dict[int, Any]:
+    def copy(self) -> dict[int, Any]:  # type: ignore[override]
         """A plain dict with the arrays."""
         return dict(self)
 
-    def __reduce__(self) -> Any:  # copies and pickles are plain dicts
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:  # of deep copies and pickles, too
         return dict, (self.copy(),)
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    buffer: cl.Buffer
+    queue: cl.CommandQueue
+    shape: tuple[int, ...]
