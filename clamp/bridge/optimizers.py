@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from inspect import signature
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyopencl as cl
@@ -113,14 +112,12 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
         fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
 
 
-@dataclass
-class _Met:
-    """The parameters of an optimizer as it was looked at last, held so that ids are theirs, and those that had left it
-    before, by id."""
+class _Met(NamedTuple):
+    """The parameters of an optimizer as it was looked at last, held so that ids are theirs, and all that it has had."""
 
     optimizer: weakref.ref[Any]
-    params: list[Tensor]
-    left: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    last: list[Tensor]
+    had: dict[int, weakref.ref[Tensor]]  # by id
 
 
 _met: dict[int, _Met] = {}  # by id: a user's optimizer may have no hash
@@ -135,20 +132,16 @@ def forget_dead_parameters(optimizer: Any) -> None:
     params, key = optimizer.params, id(optimizer)
     met = _met.get(key)
     if met is None or met.optimizer() is not optimizer:
-        _met[key] = _Met(weakref.ref(optimizer, lambda _: _met.pop(key, None)), list(params))
+        met = _met[key] = _Met(weakref.ref(optimizer, lambda _: _met.pop(key, None)), [], {})
+    if len(params) == len(met.last) and all(map(is_, params, met.last)):
         return
-    if len(params) == len(met.params) and all(map(is_, params, met.params)):
-        return
-    now = {id(param) for param in params}
-    for left, reference in list(met.left.items()):
-        is_gone = reference() is None
-        for name, state in vars(optimizer).items() if is_gone else ():
-            if isinstance(state, MutableMapping) and left in state and not is_kernel_store(name):
-                del state[left]
-        if is_gone or left in now:
-            del met.left[left]
-    met.left.update((id(param), weakref.ref(param)) for param in met.params if id(param) not in now)
-    met.params = list(params)
+    for gone in [known for known, param in met.had.items() if param() is None]:
+        del met.had[gone]
+        for name, state in vars(optimizer).items():
+            if isinstance(state, MutableMapping) and gone in state and not is_kernel_store(name):
+                del state[gone]
+    met.had.update((id(param), weakref.ref(param)) for param in params)
+    met.last[:] = params
 
 
 def add_missing_state(optimizer: Any) -> None:
