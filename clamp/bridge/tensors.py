@@ -177,7 +177,7 @@ def without_dicts(kind: type, *names: str) -> None:
 
 _NOTED = (
     "_loss_scaling", "_serial", "_base", "_given_by", "_stepped_by", "_shared", "_made_from_gradient", "_has_optimizer",
-    "_model_param", "_stepped_at",
+    "_model_param",
 )  # fmt: skip
 without_dicts(Tensor, *_NOTED)
 without_dicts(Parameter, *_NOTED)

@@ -95,7 +95,7 @@ class Operand:
         """Called when backward does not read the value, either."""
         self.value = _NOT_READ
 
-    def require_unwritten(self, then: tuple[int, int]) -> None:
+    def require_unwritten(self, then: int) -> None:
         """Called before gradient functions, which must not read what was written to, or stepped, since a ``moment``."""
         if is_overwritten(self.value, then):
             self.value = bridge.Overwritten(self.value)
@@ -112,7 +112,7 @@ class Operand:
 _NOT_READ: Any = None
 
 
-def is_overwritten(value: Any, then: tuple[int, int]) -> bool:
+def is_overwritten(value: Any, then: int) -> bool:
     """Returns whether a tensor was written to, or stepped, since a ``moment``."""
     if not isinstance(value, Tensor) or isinstance(value, bridge.WithoutMemory):
         return False
@@ -322,7 +322,7 @@ def bound(
     return made
 
 
-def _require_unwritten(operands: Iterable[Operand], then: tuple[int, int]) -> None:
+def _require_unwritten(operands: Iterable[Operand], then: int) -> None:
     for operand in operands:
         operand.require_unwritten(then)
 

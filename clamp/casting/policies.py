@@ -123,7 +123,7 @@ class _LateOperand(Operand):
     def is_not_read(self) -> None:
         """Its copies go by rules of their own."""
 
-    def require_unwritten(self, then: tuple[int, int]) -> None:
+    def require_unwritten(self, then: int) -> None:
         if self._value is None and is_overwritten(self.parent.value, then):
             self._value = bridge.Overwritten(self.parent.value, dtype=self._dtype)
 
@@ -192,7 +192,7 @@ class WeightOperand(_LateOperand):
             self._require_unwritten()
         return super().source
 
-    def require_unwritten(self, then: tuple[int, int]) -> None:
+    def require_unwritten(self, then: int) -> None:
         """Whoever asks for the copy once more is told."""
 
     def was_made(self, copy: Tensor) -> None:

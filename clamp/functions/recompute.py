@@ -35,7 +35,7 @@ OP = "checkpoint"
 _ROOM = 16  # what a forward keeps for its next run has at most this part of the bytes of all that it computes
 
 #: place among a forward's nodes -> what decides on an op's values, the values, and when they were made
-_Kept = dict[int, tuple[Hashable, tuple[Tensor, ...], tuple[int, int]]]
+_Kept = dict[int, tuple[Hashable, tuple[Tensor, ...], int]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def kept(make: Callable[[], tuple[Tensor, ...]], key: Hashable, operands: Sequen
         values = make()
         run.kept[place] = key, values, moment()
         return values
-    known, values, made = run.kept.get(place, (None, (), (0, 0)))
+    known, values, made = run.kept.get(place, (None, (), 0))
     if known != key or any(changed_since(x, made) for x in values):
         return make()
     return tuple(bridge.view(x, x.shape) for x in values)

@@ -155,31 +155,24 @@ class _Unfinished(NamedTuple):
 _unfinished: dict[int, _Unfinished] = {}  # by id of the optimizer: a user's may have no hash
 
 
-class _StepClock:
-    made = 0  # the clock of ``_stepped_at`` of what optimizers step
-
-
-def moment() -> tuple[int, int]:
+def moment() -> int:
     """Now, for ``changed_since``."""
-    return writes.now, _StepClock.made
+    return writes.now
 
 
-def changed_since(tensor: Tensor, then: tuple[int, int], *, surely: bool = False) -> bool:
+def changed_since(tensor: Tensor, then: int, *, surely: bool = False) -> bool:
     """Returns whether a tensor was written to since a moment, or stepped by an optimizer.
 
     Args:
         surely: not one of which nothing is known any more.
     """
-    if moment() == then:  # of every op: short
+    if writes.now == then:  # of every op: short
         return False
     is_written = writes.surely_since if surely else writes.since
     base = bridge.base_of(tensor)
-    own = tensor if base is None else base
-    master = bridge.master_of(own)
+    master = bridge.master_of(tensor if base is None else base)
     memory = master.memory if isinstance(master, MasterInParts) else None if master is None else master.buffer
-    if any(is_written(buffer, then[0]) for buffer in (tensor.buffer, memory) if buffer is not None):
-        return True
-    return any(getattr(x, "_stepped_at", 0) > then[1] for x in (own, master))
+    return any(is_written(buffer, then) for buffer in (tensor.buffer, memory) if buffer is not None)
 
 
 def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) -> Any:
@@ -207,9 +200,7 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         if len(left.grads) == len(now) and all(map(is_, left.grads, now)):
             return None
     stepped = [master for master, _ in found]
-    _StepClock.made += 1
-    for param in _moved_by(optimizer):
-        param._stepped_at = _StepClock.made
+    moved = _moved_by(optimizer)
     try:
         result = masters.stepping(found, run)
     except BaseException:
@@ -217,6 +208,9 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
         raise
     finally:
         weight_cache.clear()
+        for param in moved:
+            for buffer in buffers_of(param):
+                writes.note(buffer)
     _whole(optimizer, _rewriting(stepped, optimizer), has_begun=True)
     return result
 
