@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from inspect import signature
 from operator import is_
 from typing import Any, NamedTuple
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyopencl as cl
 from netcl.amp import GradScaler
-from netcl.optim import adamw
+from netcl.optim import AdamW, adamw
 
-from clamp.bridge.masters import is_in_parts
 from clamp.bridge.modules import Module
 from clamp.bridge.objects import in_reach, own_attributes
-from clamp.bridge.tensors import Tensor, is_frozen
+from clamp.bridge.tensors import Tensor
 
 
 def is_optimizer(x: Any) -> bool:
@@ -93,10 +92,8 @@ def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> 
 
 
 def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
-    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one.
-
-    netcl's optimizers keep state in dicts by ``id`` of the parameter; fused AdamW in one buffer, with offsets.
-    """
+    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one."""
+    take_apart(optimizer)
     old = optimizer.params[index]
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
@@ -106,10 +103,6 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     for state in vars(optimizer).values():
         if isinstance(state, MutableMapping) and id(old) in state:
             state[id(new)] = state.pop(id(old))
-    fused = fused_state(optimizer)
-    if fused is not None:
-        fused["offsets"] = [(new if p is old else p, offset, size) for p, offset, size in fused["offsets"]]
-        fused["signature"] = tuple((id(p), size) for p, _, size in fused["offsets"])
 
 
 class _Met(NamedTuple):
@@ -145,11 +138,9 @@ def forget_dead_parameters(optimizer: Any) -> None:
 
 
 def add_missing_state(optimizer: Any) -> None:
-    """Gives parameters that were added to ``optimizer.params`` the state of new ones.
-
-    netcl's optimizers make it at construction only. Fused AdamW saves and steps the moments of one list of parameters:
-    with another one it goes on parameter by parameter, as with such as consist of parts.
-    """
+    """Gives parameters that were added to ``optimizer.params`` the state of new ones, which netcl's optimizers make at
+    construction only."""
+    take_apart(optimizer)
     forget_dead_parameters(optimizer)
     params = optimizer.params
     ids = {id(param) for param in params}
@@ -161,28 +152,68 @@ def add_missing_state(optimizer: Any) -> None:
             for param in params:
                 if id(param) not in state:
                     state[id(param)] = np.zeros(param.shape, np.float32)
-    if fused_state(optimizer) is not None and (any(map(is_in_parts, params)) or not _has_all(optimizer, params)):
-        _step_apart(optimizer)
 
 
-def _has_all(adamw: Any, params: Sequence[Tensor]) -> bool:
-    """Returns whether the moments that AdamW has, if any, are together, of these parameters in this order."""
-    fused = fused_state(adamw)
-    if fused is None:
-        return not adamw._m_buf
-    return [id(param) for param, _, _ in fused["offsets"]] == [*map(id, params)]
+def take_apart(optimizer: Any) -> None:
+    """Lets AdamW have each parameter's moments in buffers of their own; other optimizers have no others.
+
+    netcl's fused step has those of all parameters in one buffer. It begins with zeros in a new one, or loads those of
+    other parameters, where it is of others than the last, frozen or without a gradient.
+    """
+    fused = optimizer._fused_state if isinstance(optimizer, AdamW) else None
+    if fused is not None:
+        for param, offset, size in fused["offsets"]:
+            optimizer._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
+            optimizer._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
+        set_moments(optimizer, None)
 
 
-def _step_apart(adamw: Any) -> None:
-    """Lets AdamW go on parameter by parameter, with the moments that it has."""
-    fused = fused_state(adamw) or {"offsets": ()}
-    for param, offset, size in fused["offsets"]:
-        adamw._m_buf[id(param)] = fused["m_flat"].get_sub_region(offset * 4, size * 4)
-        adamw._v_buf[id(param)] = fused["v_flat"].get_sub_region(offset * 4, size * 4)
-    adamw._fused_state, adamw._fused_enabled = None, False
+def loaded_moments(optimizer: Any) -> list[Any] | None:
+    """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
+    pending = optimizer._pending_moments if isinstance(optimizer, AdamW) else None
+    return None if isinstance(pending, _Apart) else pending
 
 
-#: what AdamW's moments are kept in besides: of parameters that are stepped as one, and loaded for the next step
+def set_moments(optimizer: Any, loaded: Any) -> None:
+    """Lets AdamW's next step, netcl's fused one too, begin with moments that it has loaded, or with those that it has
+    in buffers; other optimizers need not be told."""
+    if isinstance(optimizer, AdamW):
+        optimizer._fused_state = None
+        optimizer._pending_moments = _Apart(weakref.ref(optimizer)) if loaded is None and optimizer._m_buf else loaded
+
+
+class _Apart:
+    """AdamW's moments in buffers by parameter, as if they had been loaded: netcl's fused step looks for no others."""
+
+    def __init__(self, adamw: weakref.ref[Any]) -> None:
+        self._adamw = adamw
+
+    def __len__(self) -> int:
+        optimizer: Any = self._adamw()
+        return len(optimizer.params)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        optimizer: Any = self._adamw()
+        for param in optimizer.params:
+            yield [
+                _read(param, placed[id(param)]) if id(param) in placed else host[id(param)]
+                for placed, host in ((optimizer._m_buf, optimizer.m), (optimizer._v_buf, optimizer.v))
+            ]
+
+
+def _read(param: Tensor, buffer: cl.Buffer) -> Any:
+    host = np.empty(param.shape, np.float32)
+    if host.size:
+        cl.enqueue_copy(param.queue, host, buffer)
+    return host
+
+
+def fused_size(size: int) -> int:
+    """Returns the number of elements that a parameter of ``size`` takes in the buffers of netcl's fused step."""
+    return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
+
+
+#: what AdamW's moments are kept in besides: of parameters that netcl steps as one, and loaded for the next step
 MOMENTS_APART = ("_fused_state", "_pending_moments")
 
 
@@ -209,6 +240,7 @@ def optimizer_of_one(optimizer: Any, param: Tensor, other: Tensor) -> Any:
         param: one of the optimizer's, float32.
         other: what it steps in place of it, of as many elements.
     """
+    take_apart(optimizer)
     params = list(optimizer.params)
     index, ids = next(k for k, x in enumerate(params) if x is param), set(map(id, params))
     made = copy.copy(optimizer)
@@ -217,15 +249,8 @@ def optimizer_of_one(optimizer: Any, param: Tensor, other: Tensor) -> Any:
         if is_state_by_parameter(name, value, ids) and not is_kernel_store(name):
             kept[name] = {id(other): _copied(param, value[id(param)])} if id(param) in value else {}
     kept["params"] = [other]
-    fused, pending = fused_state(optimizer), pending_moments(optimizer)
-    if "_fused_state" in kept:
-        kept |= {"_fused_state": None, "_fused_enabled": False}
-    if fused is not None:
-        for offset, size in [(offset, size) for one, offset, size in fused["offsets"] if one is param]:
-            for name, flat in (("_m_buf", fused["m_flat"]), ("_v_buf", fused["v_flat"])):
-                kept[name] = {id(other): _copied(param, flat.get_sub_region(offset * 4, size * 4))}
-    if pending is not None:
-        kept["_pending_moments"] = pending[index : index + 1]
+    loaded = loaded_moments(optimizer)
+    set_moments(made, None if loaded is None else loaded[index : index + 1])
     return made
 
 
@@ -235,55 +260,6 @@ def _copied(param: Tensor, state: Any) -> Any:
     made = cl.Buffer(param.context, cl.mem_flags.READ_WRITE, state.size)
     cl.enqueue_copy(param.queue, made, state, byte_count=state.size)
     return made
-
-
-def fused_state(optimizer: Any) -> dict[str, Any] | None:
-    """The moments of parameters that AdamW steps as one; None if it steps none so."""
-    return getattr(optimizer, "_fused_state", None)
-
-
-def build_fused_state(optimizer: Any, params: Sequence[Tensor]) -> dict[str, Any]:
-    """A new fused state of AdamW's. It gives the parameters other buffers, with the values that they have."""
-    built: dict[str, Any] = optimizer._build_fused_state(list(params))
-    return built
-
-
-def fused_size(size: int) -> int:
-    """Returns the number of elements that a parameter of ``size`` takes in the buffers of fused AdamW."""
-    return adamw._aligned_size(size, adamw._SUBBUF_ALIGN_FLOATS)
-
-
-def steps_as_one(adamw: Any) -> bool:
-    """Returns whether netcl's AdamW will step with its fused kernel.
-
-    That has its moments in one buffer, and netcl begins with zeros in a new one, or loads those of other parameters,
-    where the next step is of others than the last, frozen or without a gradient: AdamW goes on parameter by parameter
-    then, with the moments that it has.
-    """
-    params = [param for param in adamw.params if not is_frozen(param) and param.grad is not None]
-    if adamw._fused_enabled and (len(params) < len(adamw.params) or not _has_all(adamw, params)):
-        _step_apart(adamw)
-    return (
-        adamw._fused_enabled
-        and len(params) >= adamw._fused_min_params
-        and sum(param.size for param in params) >= adamw._fused_min_elems
-        and params[0].context is not None
-        and all(param.context == params[0].context for param in params)
-        and not any(map(is_in_parts, params))
-    )
-
-
-def pending_moments(optimizer: Any) -> list[Any] | None:
-    """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
-    return getattr(optimizer, "_pending_moments", None)
-
-
-def set_moments(optimizer: Any, pending: Any, make_fused: Callable[[], dict[str, Any] | None]) -> None:
-    """Gives an optimizer that keeps moments apart other ones."""
-    if hasattr(optimizer, "_pending_moments"):
-        optimizer._pending_moments = pending
-    if hasattr(optimizer, "_fused_state"):
-        optimizer._fused_state = make_fused()
 
 
 def forward_and_backward(trainer: Any, *args: Any, **kwargs: Any) -> None:

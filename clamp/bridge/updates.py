@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -12,15 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyopencl as cl
 from netcl.core import transfer
-from netcl.optim import SGD, Momentum, RMSProp, adamw
+from netcl.optim import SGD, Momentum, RMSProp
 from netcl.optim import Adam as Adam
 from netcl.optim import AdamW as AdamW
 from netcl.optim import clip as clip
 
-from clamp.bridge.masters import model_parameter
-from clamp.bridge.optimizers import HOST_STATE, fused_state, steps_as_one
+from clamp.bridge.masters import is_in_parts, model_parameter
+from clamp.bridge.optimizers import HOST_STATE, loaded_moments, set_moments, take_apart
 from clamp.bridge.tensors import Tensor, canonical_dtype, is_frozen
-from clamp.opencl.program import foreign_kernels
 
 Buffers: TypeAlias = list[Any]
 Piece: TypeAlias = Callable[[], Any]
@@ -157,66 +156,27 @@ def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:
 
 
 def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
-    if steps_as_one(optimizer):
-        fused = fused_state(optimizer)
-        if fused is None or fused["signature"] != tuple([(id(param), param.size) for param in params]):
-            for attribute, names in _KERNELS_OF_STEP.items():
-                vars(optimizer).setdefault(attribute, _BuiltWhenUsed(names))
-            optimizer._fused_state = fused = optimizer._build_fused_state(list(params))
-        _place_loaded(optimizer)
-        kept = [fused["m_flat"], fused["v_flat"]]
-        return adams("adamw", optimizer, kept, lambda: [_parts(flat, fused) for flat in kept])
     _make_moments(optimizer, params)
     return adams("adamw", optimizer, *_moments(optimizer, params))
 
 
 def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
     """Makes what AdamW keeps of parameters on the device, both of a parameter's or none, from what it has of them."""
+    take_apart(optimizer)
+    if any(map(is_in_parts, params)):
+        optimizer._fused_enabled = False  # netcl's fused step gives masters memory, and does not write the parameters
     for param in params:
         key = id(param)
         if not (key in optimizer._m_buf and key in optimizer._v_buf):
             optimizer._m_buf[key], optimizer._v_buf[key] = (placed(param, x[key]) for x in (optimizer.m, optimizer.v))
-    _place_loaded(optimizer)
-
-
-def _place_loaded(optimizer: AdamW) -> None:
-    """Puts moments that were loaded where the next step reads them; netcl would lose those that cannot be."""
-    loaded = optimizer._pending_moments
+    loaded = loaded_moments(optimizer)
     try:
-        optimizer._flush_pending_moments()
+        if loaded is not None:
+            optimizer._flush_pending_moments()
+        set_moments(optimizer, None)
     except BaseException:
-        optimizer._pending_moments = loaded
+        optimizer._pending_moments = loaded  # netcl loses those that cannot be placed
         raise
-
-
-class _BuiltWhenUsed:
-    """Kernels of AdamW's own step, by contexts' pointers. netcl compiles them with the state, and launches them only
-    where it clips, or has gradients in shared memory."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._built: dict[int, Any] = {}
-
-    def __contains__(self, context: int) -> bool:
-        return True
-
-    def __getitem__(self, context: int) -> Any:
-        if context not in self._built:
-            kernels = foreign_kernels(cl.Context.from_int_ptr(context), adamw._FUSED_CLIP_ADAM_SRC, self._names)
-            self._built[context] = kernels if len(kernels) > 1 else kernels[0]
-        return self._built[context]
-
-    get = __getitem__
-
-
-_KERNELS_OF_STEP = {
-    "_fused_clip_adam_kernels": ("reduce_sq_sum_g", "reduce_partial_sq", "clip_adam_flat"),
-    "_gather_grad_kernels": ("gather_grad",),
-}
-
-
-def _parts(flat: cl.Buffer, fused: Mapping[str, Any]) -> Buffers:
-    return [flat.get_sub_region(offset * 4, size * 4) for _, offset, size in fused["offsets"]]
 
 
 def adams(rule: str, optimizer: Adam | AdamW, kept: Buffers, states: Callable[[], list[Buffers]]) -> Update:
@@ -286,8 +246,7 @@ def own_pieces(
         params: those that ``stepped`` gives.
     """
     kept = vars(optimizer)
-    as_one = isinstance(optimizer, AdamW) and steps_as_one(optimizer)
-    if as_one or not isinstance(kept.get("params"), list):
+    if not isinstance(kept.get("params"), list):
         return [(params, partial(_all_or_nothing, own, optimizer, params))]
     if isinstance(optimizer, AdamW):
         _make_moments(optimizer, [param for param in params if param.backend == "cl"])
@@ -300,10 +259,10 @@ def own_pieces(
 def _step_one(own: Callable[[], Any], optimizer: Any, param: Tensor) -> None:
     """The step of a single parameter, which the optimizer does not count."""
     kept = vars(optimizer)
-    before = {name: kept[name] for name in ("params", "t", "_fused_enabled") if name in kept}
+    before = {name: kept[name] for name in ("params", "t", "_fused_enabled", "_pending_moments") if name in kept}
     kept["params"] = [param]
-    if "_fused_enabled" in before:
-        kept["_fused_enabled"] = False  # that of all of them is another computation
+    if "_fused_enabled" in before:  # the step of all of them is another computation
+        kept.update(_fused_enabled=False, _pending_moments=None)
     try:
         _all_or_nothing(own, optimizer, (param,))
     finally:

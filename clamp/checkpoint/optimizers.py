@@ -5,7 +5,7 @@ Optimizers are saved by their attributes, because netcl's Adam, Momentum and RMS
     {"class": "Adam",
      "params": [{"name": [0, "layers.0.weight"], "shape": [8, 16], "held": None}, ...],   0: the first of the models
      "attributes": {"lr": 0.001, ...},
-     "by_parameter": {"m": {"0": moment of params[0], ...}, ...}, "pending": ..., "fused": ...}
+     "by_parameter": {"m": {"0": moment of params[0], ...}, ...}, "pending": ...}
 
 A parameter that is in none of the models has no name. It is found again by its place among such parameters, and
 its value is ``held`` here.
@@ -48,6 +48,7 @@ def state_of(optimizer: Any, names: Names, writer: Encoder) -> Json:
         TypeError: something cannot be saved; the message names it.
     """
     params, kind = bridge.optimizer_parameters(optimizer), type(optimizer).__name__
+    bridge.take_apart(optimizer)
     state: dict[str, Json] = {"class": kind, "params": [_parameter(param, names, writer) for param in params]}
     if not bridge.is_netcl_optimizer(optimizer):
         if not callable(getattr(optimizer, "state_dict", None)) or not callable(
@@ -74,7 +75,6 @@ def state_of(optimizer: Any, names: Names, writer: Encoder) -> Json:
         "attributes": attributes,
         "by_parameter": by_parameter,
         "pending": _pending(optimizer, params, writer),
-        "fused": _fused(optimizer, positions, writer),
     }
 
 
@@ -111,7 +111,7 @@ def _buffer_to_host(buffer: cl.Buffer, queue: cl.CommandQueue, size: int, dtype:
 
 def _pending(optimizer: Any, params: Sequence[Tensor], writer: Encoder) -> Json:
     """Moments that AdamW has loaded and will place at its next step: a list in the order of the parameters."""
-    pending = bridge.pending_moments(optimizer)
+    pending = bridge.loaded_moments(optimizer)
     if pending is None:
         return None
     if len(pending) != len(params):
@@ -120,20 +120,6 @@ def _pending(optimizer: Any, params: Sequence[Tensor], writer: Encoder) -> Json:
             "parameters by now: nobody knows whose they are. Change params before load_state_dict(), or after a step()"
         )
     return writer.value([tuple(pair) for pair in pending], "moments")
-
-
-def _fused(optimizer: Any, positions: Mapping[int, int], writer: Encoder) -> Json:
-    """The moments of AdamW's parameters that are stepped as one, by parameter."""
-    fused = bridge.fused_state(optimizer)
-    if fused is None:
-        return None
-    queue = fused["offsets"][0][0].queue
-    first, second = (_buffer_to_host(fused[name], queue, fused["total"]) for name in ("m_flat", "v_flat"))
-    return {
-        str(positions[id(param)]): [writer.array(flat[at : at + size], "float32") for flat in (first, second)]
-        for param, at, size in fused["offsets"]
-        if id(param) in positions
-    }
 
 
 # ---------------------------------------------------------------------------------------------- whose state it is
@@ -179,7 +165,7 @@ def writes_to(optimizer: Any, state: Json, names: Names, decoder: Decoder, undo:
         _require_order(order, f"{decoder.path}: {where}, {kind}, keeps its state itself, and its parameters")
         yield [], partial(undo.load_own, optimizer, decoder.value(state["own"]))
     else:
-        yield params, _netcl_write(optimizer, params, state, order, decoder, where)  # fused AdamW moves them
+        yield [], _netcl_write(optimizer, params, state, order, decoder, where)
 
 
 def parameter_writes(tensor: Tensor, saved: Json, decoder: Decoder, what: str) -> Iterator[Write]:
@@ -276,14 +262,15 @@ def _netcl_write(
     }
     _check_attributes(optimizer, attributes, by_parameter.keys(), order, where)
     fused = _fused_moments(state.get("fused"), [params[index].size for index in order], decoder)
-    moved = {order[index]: moments for index, moments in sorted(fused.items())}
+    for index, moments in fused.items():
+        for name, moment in zip(("_m_buf", "_v_buf"), moments, strict=True):
+            by_parameter[name][order[index]] = moment, "device"
     arrays = [
         (name, index, value)
         for name, items in by_parameter.items()
         for index, (value, place) in items.items()
         if place != "value"
     ]
-    arrays += [("fused moment", index, moment) for index, moments in moved.items() for moment in moments]
     pending = decoder.value(state["pending"])
     if pending is not None:
         pending = [pair for _, pair in sorted(zip(order, pending, strict=True), key=lambda placed: placed[0])]
@@ -298,8 +285,7 @@ def _netcl_write(
             for name, items in by_parameter.items():
                 moments = {id(params[index]): _placed(params[index], *items[index]) for index in sorted(items)}
                 setattr(optimizer, name, moments)
-            # Built while the old state, in which the parameters may lie, is still there.
-            bridge.set_moments(optimizer, pending, lambda: _built(optimizer, params, moved) if moved else None)
+            bridge.set_moments(optimizer, pending)
 
     return apply
 
@@ -329,7 +315,7 @@ def _check_sizes(params: Sequence[Tensor], arrays: Iterable[tuple[str, int, Any]
 
 
 def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[int, list[Array]]:
-    """The moments of parameters that were stepped as one, by their number when they were saved; ``sizes`` as well."""
+    """The moments that an earlier clamp had together, by the parameters' numbers when they were saved, as ``sizes``."""
     if saved is None:
         return {}
     if "m_flat" not in saved:
@@ -341,18 +327,6 @@ def _fused_moments(saved: Json, sizes: Sequence[int], decoder: Decoder) -> dict[
         moments[int(index)] = [array[at : at + sizes[index]] for array in flat]
         at += bridge.fused_size(sizes[index])
     return moments
-
-
-def _built(optimizer: Any, params: Sequence[Tensor], moments: Mapping[int, Sequence[Array]]) -> Any:
-    """AdamW's fused state with these moments. It gives the parameters other buffers, with the values that they have."""
-    together = [params[index] for index in sorted(moments)]
-    built = bridge.build_fused_state(optimizer, together)
-    for number, name in enumerate(("m_flat", "v_flat")):
-        flat = np.zeros(built["total"], np.float32)
-        for index, (_, at, size) in zip(sorted(moments), built["offsets"], strict=True):
-            flat[at : at + size] = moments[index][number]
-        cl.enqueue_copy(together[0].queue, built[name], flat)
-    return built
 
 
 def _placed(param: Tensor, value: Any, place: str) -> Any:

@@ -349,12 +349,6 @@ def _finished(context: cl.Context, program: cl.Program, finish: Finish, file: st
         raise KernelBuildError(f"{file} as {devices} compiles it cannot be finished: {error}") from error
 
 
-def foreign_kernels(context: cl.Context, text: str, names: Sequence[str]) -> list[cl.Kernel]:
-    """Kernels of a program of somebody else's, compiled as it is; whoever asks holds them."""
-    program = cl.Program(context, text).build()
-    return [cl.Kernel(program, name) for name in names]
-
-
 def _kernel_names(program: cl.Program) -> list[str]:
     # Program.all_kernels() of pyopencl keeps its kernels for good, and so the program.
     return [name for name in str(program.get_info(cl.program_info.KERNEL_NAMES)).split(";") if name]

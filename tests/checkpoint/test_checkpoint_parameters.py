@@ -88,7 +88,6 @@ def test_a_run_goes_on_bit_by_bit_with_the_parameters_that_are_left(
         given = model.parameters()[left]
         optimizer = EVERY[name](shuffled(given) if how == "in another order" else given)
         amp.load_checkpoint(file, model, optimizer)
-        assert (how, name) != ("in another order", "fused AdamW") or optimizer._fused_state is not None
         before = weights_of(model)
         train(handle, model, optimizer, range(3, 5))
         assert same_bits(weights_of(model), expected)
@@ -156,7 +155,6 @@ def test_fused_adamw_keeps_its_moments_when_its_parameters_change(
                     optimizer._fused_min_elems = size
                     optimizer.load_state_dict(state)
                 optimizer.step()
-                assert number or (optimizer._fused_state is not None) == (not size and len(present) == 9)
             ends.append([param.to_host() for param in params])
     np.testing.assert_allclose(*ends, rtol=1e-6, atol=1e-8)
 
@@ -385,7 +383,6 @@ def test_files_of_version_1_load(queue: cl.CommandQueue, name: str, widths: tupl
             for moment, param in zip(moments, optimizer.params, strict=True):
                 cl.enqueue_copy(queue, moment, optimizer._m_buf[id(param)])
         else:
-            assert optimizer._fused_state is not None
             moments = [first.reshape(-1) for first, _ in optimizer.state_dict()["moments"]]
         assert same_bits(moments, [first.reshape(-1) for first, _ in extra["moments"]])
         assert handle.loss_scale == 2.0**16

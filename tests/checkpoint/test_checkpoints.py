@@ -98,7 +98,6 @@ def test_fused_adamw_goes_on_bit_by_bit(
     with amp.init() as handle:
         model, optimizer = start(0)
         train(handle, model, optimizer, range(2, 4), [])
-        assert with_idle or optimizer._fused_state is not None
         amp.save_checkpoint(file, model, optimizer)
         train(handle, model, optimizer, range(4, 6), [])
         expected = weights_of(model)

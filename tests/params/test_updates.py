@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Loop:
         state = [] if not hasattr(self.optimizer, "state_dict") else list(self.optimizer.state_dict().values())
         for name in ("vel", "m", "v"):
             state += [vars(self.optimizer).get(name, {}).get(id(param), np.zeros(0)) for param in self.params]
-        for name in ("_m_buf", "_v_buf"):
+        for name in () if hasattr(self.optimizer, "state_dict") else ("_m_buf", "_v_buf"):
             for param in self.params:
                 if id(param) in vars(self.optimizer).get(name, {}):
                     held.append(np.empty(param.size, np.float32))
@@ -165,6 +165,21 @@ def test_adamw_steps_many_parameters_with_the_bits_of_its_own_fused_step(
     queue: cl.CommandQueue, name: str, steps: int, ahead: int
 ) -> None:
     compare(queue, MAKE[name], steps, FUSED_SIZES, ahead=ahead, absent=False)
+
+
+@_NETCLS
+@pytest.mark.parametrize("begins", [False, True], ids=["AMP second", "AMP first"])
+def test_adamws_moments_go_on_where_amp_begins_and_ends(queue: cl.CommandQueue, begins: bool) -> None:
+    """netcl's fused step has them in one buffer, and would begin with zeros in a new one."""
+    alone, loop = Loop(queue, MAKE["adamw"], FUSED_SIZES), Loop(queue, MAKE["adamw"], FUSED_SIZES)
+    for part in range(4):
+        with amp.init() if part % 2 != begins else nullcontext():
+            made = [loop.draw(absent=False) and (loop.optimizer.step(), True) for _ in range(3)]
+        for is_made in made:
+            alone.draw(absent=False)
+            if is_made:
+                alone.optimizer.step()
+        assert_same_bits(loop, alone)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -54,11 +54,7 @@ def state_of(value: Any, queue: cl.CommandQueue) -> Any:
 
 
 def optimizer_state(optimizer: Any, queue: cl.CommandQueue) -> Any:
-    state = {key: value for key, value in vars(optimizer).items() if key != "_fused_state"}
-    fused = getattr(optimizer, "_fused_state", None)
-    if fused is not None:
-        state["fused"] = [fused["m_flat"], fused["v_flat"], fused["p_flat"]]
-    return state_of(state, queue)
+    return state_of(vars(optimizer), queue)
 
 
 def plant(param: Tensor, value: float = np.inf) -> None:
