@@ -16,11 +16,12 @@ from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
 from clamp.bridge.netcl_functions import own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
-from clamp.interrupts import contextmanager
+from clamp.interrupts import contextmanager, holding, undoing
 
 TensorLike: TypeAlias = Node | Tensor
 
 _engine = own_copy(Tape.backward)  # that no patch meets
+current_tape = engine.get_current_tape
 
 
 def is_leaf(x: TensorLike) -> bool:
@@ -65,11 +66,6 @@ def is_cut(node: Node) -> bool:
     One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
     """
     return is_leaf(node) and node.op_name is not None
-
-
-def foreign_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """The computed nodes among these that were not made by ``make_node``: of ops of netcl's, or of a user's."""
-    return [node for node in nodes if node.grad_fn is not None and not getattr(node, "is_clamps", False)]
 
 
 #: Whether ops are recorded in a thread, or a task, and how often such modes had ended when it said so. Where it has
@@ -122,7 +118,7 @@ def make_node(
     node.is_clamps = True
     if engine._detect_anomaly:
         node.creation_trace = traceback.format_stack()
-    tape = tape or engine.get_current_tape()
+    tape = tape or current_tape()
     if tape is not None:
         node.place_on_tape = len(tape.nodes)
         tape.record(node)
@@ -165,17 +161,6 @@ def references(node: Node, tape: Tape | None) -> int:
     return count
 
 
-def current_tape() -> Tape | None:
-    """The tape around."""
-    return engine.get_current_tape()
-
-
-def is_recorded_in(nodes: list[Node]) -> bool:
-    """Returns whether the tape around records into this list."""
-    tape = engine.get_current_tape()
-    return tape is not None and tape.nodes is nodes
-
-
 def detects_anomalies() -> bool:
     """Returns whether netcl's engine raises where a gradient is inf or NaN."""
     return bool(engine._detect_anomaly)
@@ -193,7 +178,7 @@ def without_anomaly_checks(call: Callable[[], Any]) -> Any:
 @contextmanager
 def on_tape(tape: Tape | None) -> Iterator[None]:
     """Inside the ``with``, nodes go to this tape; None: to none, and what is computed lives as long as it is held."""
-    around = engine.get_current_tape()
+    around = current_tape()
     try:
         engine.set_current_tape(tape)
         yield
@@ -205,29 +190,17 @@ def on_tape(tape: Tape | None) -> Iterator[None]:
 def recorded_apart(tape: Tape | None = None) -> Iterator[list[Node]]:
     """Inside the ``with``, computed nodes are recorded, and go into a list in place of the tape around, or of one that
     ops are given."""
-    around, was_enabled = engine.get_current_tape(), engine.is_grad_enabled()
-    apart = Tape()
+    around, apart = current_tape(), Tape()
     recorded = apart.nodes
-    kept = [(each, each.nodes) for each in {id(x): x for x in (around, tape) if x is not None}.values()]
-
-    def put_back() -> None:
-        apart.nodes = []  # a tape that dies cuts its nodes
-        engine.set_current_tape(around)
-        engine.set_grad_enabled(was_enabled)
-        for each, nodes in kept:
-            each.nodes = nodes
-
-    try:
-        try:
-            for each, _ in kept:
-                each.nodes = recorded
-            engine.set_current_tape(apart)
-            engine.set_grad_enabled(True)
-            yield recorded
-        finally:
-            put_back()
-    finally:  # once more: an interrupt may be raised in the middle of it
-        put_back()
+    with undoing() as undo:
+        undo.callback(setattr, apart, "nodes", [])  # a tape that dies cuts its nodes
+        undo.callback(engine.set_current_tape, around)
+        undo.callback(engine.set_grad_enabled, engine.is_grad_enabled())
+        for each in {id(x): x for x in (around, tape) if x is not None}.values():
+            undo.enter_context(holding(each, "nodes", recorded))
+        engine.set_current_tape(apart)
+        engine.set_grad_enabled(True)
+        yield recorded
 
 
 def cut(nodes: Iterable[Node], backward: Callable[[Tensor], list[Tensor | None]]) -> None:

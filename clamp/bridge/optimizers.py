@@ -228,11 +228,6 @@ def roundings(optimizer: Any) -> int:
     return int(getattr(optimizer, ROUNDINGS, 0))
 
 
-def set_roundings(optimizer: Any, count: int) -> None:
-    """Says how many steps of an optimizer have rounded parameters by chance."""
-    setattr(optimizer, ROUNDINGS, count)
-
-
 def optimizer_of_one(optimizer: Any, param: Tensor, other: Tensor) -> Any:
     """An optimizer of netcl's, or of clamp's own, like this one but of a single parameter, with a copy of the state.
 

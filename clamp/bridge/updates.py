@@ -112,12 +112,6 @@ def next_update(optimizer: Any, params: Sequence[Tensor]) -> Update | None:
     return _UPDATES[type(optimizer)](optimizer, params)
 
 
-def count_step(optimizer: Any, update: Update) -> None:
-    """The step is being made: an optimizer that counts its steps does."""
-    if update.counted is not None:
-        optimizer.t = update.counted
-
-
 # ---------------------------------------------------------------------------------------------- optimizer by optimizer
 
 
@@ -163,8 +157,8 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
 def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
     """Makes what AdamW keeps of parameters on the device, both of a parameter's or none, from what it has of them."""
     take_apart(optimizer)
-    if any(map(is_in_parts, params)):
-        optimizer._fused_enabled = False  # netcl's fused step gives masters memory, and does not write the parameters
+    # netcl's fused step would give masters memory, and does not write their parameters
+    optimizer._fused_enabled = optimizer._fused_enabled and not any(map(is_in_parts, params))
     for param in params:
         key = id(param)
         if not (key in optimizer._m_buf and key in optimizer._v_buf):
@@ -216,20 +210,13 @@ def _code_of_step(cls: type) -> Any:
 
 
 _STEPS = {id(code): code for cls in (*_UPDATES, RMSProp) if (code := _code_of_step(cls))}  # before any patch of clamp's
-_OWN_RULES: set[type] = set()
 
 
 def add_rule(cls: type, update: Callable[[Any, Sequence[Tensor]], Update | None]) -> None:
     """Lets ``next_update`` know what an optimizer of clamp's own computes, as launches of clamp's alone do."""
     _UPDATES[cls] = update
-    _OWN_RULES.add(cls)
     code = vars(cls)["step"].__code__
     _STEPS[id(code)] = code
-
-
-def has_own_rule(optimizer: Any) -> bool:
-    """Returns whether an optimizer is one of clamp's own, or derived from one: netcl cannot make its steps."""
-    return isinstance(optimizer, tuple(_OWN_RULES))
 
 
 # ---------------------------------------------------------------------------------------------- steps of netcl's own

@@ -105,7 +105,8 @@ def is_needless() -> bool:
 
 
 def _records(run: _Forward) -> bool:
-    return bridge.is_grad_enabled() and bridge.is_recorded_in(run.nodes)
+    tape = bridge.current_tape()
+    return bridge.is_grad_enabled() and tape is not None and tape.nodes is run.nodes
 
 
 def kept(make: Callable[[], tuple[Tensor, ...]], key: Hashable, operands: Sequence[Operand]) -> tuple[Tensor, ...]:

@@ -351,7 +351,7 @@ def gradient_dtype(dtype: str) -> str:
 def narrow_for_others(nodes: Iterable[Node]) -> None:
     """Lets ops that are not clamp's, where layers have scales of their own, have the gradients that they know: those of
     16-bit results in 16 bits, multiplied by the loss scale alone. What they return is widened."""
-    for node in bridge.foreign_nodes(nodes):
+    for node in [x for x in nodes if x.grad_fn is not None and not getattr(x, "is_clamps", False)]:
         values = [node.value, *(parent.value for parent in node.parents)]
         if any(value.dtype in bridge.HALF_DTYPES and bridge.on_device(value) for value in values):
             node.grad_fn = partial(_narrowed, node.grad_fn, str(node.value.dtype))

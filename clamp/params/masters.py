@@ -321,7 +321,7 @@ def rewriting(stepped: Sequence[Tensor], optimizer: Any) -> list[Callable[[], No
     if measured := [pair for pair in found if lost_updates.is_expected(pair[0])]:
         calls.insert(0, partial(lost_updates.measure, measured))
     if any(isinstance(master, MasterInParts) and master.parts.keeps == "stochastic" for master, _ in found):
-        calls.append(partial(bridge.set_roundings, optimizer, turn))
+        calls.append(partial(setattr, optimizer, bridge.ROUNDINGS, turn))
     return calls
 
 

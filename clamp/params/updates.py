@@ -106,7 +106,7 @@ class OptimizerStep:
             return self._launches_of(ready)
         for param in params:
             bridge.require_readable_gradient(self._optimizer, param)
-            unknown = "moments of 8 bits" if bridge.has_own_rule(self._optimizer) else ""
+            unknown = "moments of 8 bits" if hasattr(self._optimizer, bridge.MOMENTS_8BIT) else ""
             if isinstance(param, MasterInParts):
                 unknown = f"master_weight={param.parts.keeps!r}"
             if unknown:
@@ -120,12 +120,13 @@ class OptimizerStep:
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
         optimizer, launches = self._optimizer, ready.launches
         last: list[Callable[[], Any]] = masters.rewriting(lost_updates.expected(ready.params), optimizer)
-        last.append(partial(bridge.count_step, optimizer, ready.update))
+        if ready.update.counted is not None:
+            last.append(partial(setattr, optimizer, "t", ready.update.counted))
         if not launches.has_parts:
             return [*launches.pieces(ready.update.numbers, ready.grads), *last]
         turn = bridge.roundings(optimizer) + 1
         if launches.by_chance:
-            last.append(partial(bridge.set_roundings, optimizer, turn))
+            last.append(partial(setattr, optimizer, bridge.ROUNDINGS, turn))
         return [*splitting(ready.params), *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *last]
 
     def _found(self, params: Sequence[Tensor], places: list[int]) -> _Ready | None:

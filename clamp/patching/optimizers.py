@@ -88,7 +88,7 @@ def load_state_dict(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) 
     result, state = wrapped(*args, **kwargs), next(iter((*args, *kwargs.values())), None)
     count = state.get(_ROUNDINGS, 0) if isinstance(state, Mapping) else 0
     if count != bridge.roundings(optimizer):
-        bridge.set_roundings(optimizer, int(count))
+        setattr(optimizer, bridge.ROUNDINGS, int(count))
     return result
 
 
