@@ -120,14 +120,14 @@ def free_memory() -> dict[Address, tuple[int, bool]]:
     """Returns the free memory of pools: its bytes, and whether the pool is netcl's; else it is a recording's, whose
     launches use it in each replay."""
     found: dict[Address, tuple[int, bool]] = {}
-    netcls = list(_PERSISTENT_POOLS.values())
-    others = [pool for pool in instances_of(PersistentBufferPool) if all(pool is not one for one in netcls)]
-    for pool in (*netcls, *others):
-        is_netcls = any(pool is one for one in netcls)
+    netcls = {*map(id, _PERSISTENT_POOLS.values())}
+    for pool in instances_of(PersistentBufferPool):
         with pool._lock:
             kept = [handle.buffer for handles in pool._free.values() for handle in handles]
             kept += [array.base for arrays in (*pool._svm_free.values(), pool._svm_deferred) for array in arrays]
-        found |= {where: (storage.size, is_netcls) for storage in kept if (where := address_of(storage)) is not None}
+        found |= {
+            where: (storage.size, id(pool) in netcls) for storage in kept if (where := address_of(storage)) is not None
+        }
     return found
 
 

@@ -115,15 +115,7 @@ def module_tree(model: Any) -> list[tuple[str, str, int]]:
 
 def _longest(named: Iterable[tuple[str, Any]]) -> dict[int, str]:
     """The names of objects, by id; of several the longest, which the model has that holds the others."""
-    names: dict[int, str] = {}
-    for name, x in named:
-        if _parts_of(name) >= _parts_of(names.get(id(x), "")):
-            names[id(x)] = name
-    return names
-
-
-def _parts_of(name: str) -> int:
-    return len(name.split(".")) if name else 0
+    return {id(x): name for name, x in sorted(named, key=lambda pair: pair[0].count(".") + bool(pair[0]))}
 
 
 def _modules_below(model: Any) -> Iterator[tuple[str, Any]]:

@@ -5,16 +5,12 @@ What is computed from gradients is followed until it meets a loss as a constant.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.params.gradient_marks import mark_of
-
-#: results of ops that were given what is computed from gradients as a bare tensor, which their graph does not have
-_beside_bare = weakref.WeakValueDictionary[int, Any]()  # by id: tensors have no hash
 
 
 def refuse_penalty(found: bool) -> None:
@@ -37,8 +33,6 @@ def refuse_penalties_in(loss: Node, computed: Iterable[Node], leaves: Iterable[N
     """Raises NotImplementedError if a part of a loss is computed from gradients; ``computed`` and ``leaves`` are the
     nodes of its graph with parents, and those without."""
     suspects = {id(x) for x in leaves if not x.requires_grad and is_made_from_gradient(x.value)}
-    if not suspects and not _beside_bare:
-        return
     for node in computed if suspects else ():
         for parent in node.parents:
             refuse_penalty(id(parent) in suspects and _is_penalty(parent.value, node.value))
@@ -48,7 +42,7 @@ def refuse_penalties_in(loss: Node, computed: Iterable[Node], leaves: Iterable[N
         if id(node) not in seen:
             seen.add(id(node))
             refuse_penalty(id(node) in suspects and not bridge.is_trained(node.value))
-            refuse_penalty(_name(node) in _SUMS and _beside_bare.get(id(node.value)) is node.value)
+            refuse_penalty(_name(node) in _SUMS and hasattr(node.value, "_beside_bare"))
             summands += _summands(node)
 
 
@@ -88,7 +82,7 @@ def note_result(made: TensorLike, parents: Iterable[TensorLike]) -> TensorLike:
                 made.value._made_from_gradient = True
         elif not isinstance(parent, Node):  # backward looks at nodes
             refuse_penalty(_is_penalty(value, made.value))
-            _beside_bare[id(made.value)] = made.value
+            made.value._beside_bare = True  # its graph does not have the bare tensor
     return made
 
 
