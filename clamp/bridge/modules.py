@@ -86,15 +86,12 @@ def modules_met(*roots: Any) -> list[Any]:
     return list(found.values())
 
 
-def module_names(modules: Sequence[Any], around: Iterable[Any] = ()) -> list[str]:
+def module_names(modules: Sequence[Any]) -> list[str]:
     """The paths of layers in the model that holds them, ``"layers.2"``; ``""`` for a model, and for one in none.
 
     A layer that netcl's Sequential has made of others, to compute them at once, has the names of those: ``"layers.0"``.
-
-    Args:
-        around: models, if some are known that may hold them.
     """
-    roots = modules_met(*modules, *around)
+    roots = modules_met(*modules)
     made = {id(layer) for root in roots for key in MADE_FROM_LAYERS for layer in vars(root).get(key) or ()}
     names = _longest(pair for root in roots for pair in _modules_below(root))
 
@@ -153,6 +150,16 @@ class ModulePaths:
         if not self._is_known(module):
             self._name([module])
         return self._found[id(module)][1]
+
+    def around(self, modules: Sequence[Any]) -> str:
+        """The path of the first of some modules, each inside of the next; of several that are one, ``"layers.0,
+        layers.1"``. Empty without any. All that is in the last, the model, is named at its first sight."""
+        if not modules:
+            return ""
+        for module in (modules[-1], modules[0]):
+            if not self._is_known(modules[0]):
+                self.follow(module)
+        return ", ".join(self.of(modules[0]))
 
     def follow(self, module: Any) -> None:
         """Names a module with all that is in it, at first sight, and again where other parts are in it than were."""

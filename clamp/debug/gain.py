@@ -21,7 +21,7 @@ from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
 from clamp.casting.regions import InitCall, Region, in_region, init_call, region_here
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
-from clamp.debug.op_counter import Casts, Key, OpCounter, OpRow
+from clamp.debug.op_counter import Casts, OpCounter, OpRow
 from clamp.debug.profiler import Profiler
 from clamp.interrupts import undoing
 from clamp.opencl.host_steps import recorder, replays
@@ -49,7 +49,7 @@ class OpTimer(OpCounter):
     def __init__(self, alone: bool) -> None:
         super().__init__(of_dry_run=True)
         self._recorder, self._meter = Profiler(alone), MemoryMeter()
-        self._owners: list[Key] = []  # of each launch, until the last op was done
+        self._owners: list[OpRow] = []  # of each launch, until the last op was done
         self._cast_launches, self._shared_casts = set[int](), set[int]()  # and those that convert several tensors
         self._told = range(0)  # the launches of the last conversion told of
         self._is_backward = False
@@ -68,15 +68,14 @@ class OpTimer(OpCounter):
             step()
             _finish(queues)
         seconds = self._recorder.seconds
-        for key in self._counts:
-            self.took(key, 0.0)  # also of one without a launch
-        for launch, key in enumerate(self._owners):
+        took = {row.identity: 0.0 for row in self.rows}  # also of one without a launch
+        for launch, row in enumerate(self._owners):
             if launch not in self._shared_casts:
-                self.took(key, seconds[launch])
+                took[row.identity] += seconds[launch]
         casts, shared = (sum(seconds[x] for x in found) for found in (self._cast_launches, self._shared_casts))
         return Side(
-            0.0, self.rows, self.casts, casts, shared, sum(seconds[len(self._owners) :]), len(seconds),
-            self._activations, self.weight_copies, self._meter.peak,
+            0.0, [replace(row, seconds=took[row.identity]) for row in self.rows], self.casts, casts, shared,
+            sum(seconds[len(self._owners) :]), len(seconds), self._activations, self.weight_copies, self._meter.peak,
         )  # fmt: skip
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
@@ -100,8 +99,8 @@ class OpTimer(OpCounter):
             self.weight_copies = weight_cache.nbytes
             self._activations = max(self._activations, self._meter.activations)
 
-    def counted(self, key: Key) -> None:
-        self._owners += [key] * (len(self._recorder) - len(self._owners))
+    def counted(self, row: OpRow) -> None:
+        self._owners += [row] * (len(self._recorder) - len(self._owners))
 
     def converted(self, source: Tensor, target: Tensor) -> None:
         """Of several weights that are cast together all launches are told of when they have run: for each weight."""

@@ -17,7 +17,7 @@ from clamp.bridge import Address, Tape, Tensor, TensorLike
 from clamp.debug.callsite import place_of, trail
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.memory_meter import KINDS, Piece, by_kind, gradients_now, pieces_now
-from clamp.debug.op_counter import Key, OpCounter
+from clamp.debug.op_counter import OpCounter, OpRow
 from clamp.debug.words import aligned, mib, size
 from clamp.interrupts import undoing
 from clamp.opencl.shortage import SAYS_WHAT_HOLDS_MEMORY
@@ -213,10 +213,9 @@ class _Watch(OpCounter):
         super().__init__(of_dry_run=True)
         self._there, self._live = there, dict(there)
         self._events: list[_Event] = []
-        self._ops: list[tuple[str, Key | None]] = []
+        self._ops: list[tuple[str, OpRow | None]] = []
         self._backwards: list[int] = []  # where one began
         self._is_in_backward = False
-        self._paths: dict[int, str] = {}
 
     # ------------------------------------------------------------------------------------------ what is told
 
@@ -272,8 +271,8 @@ class _Watch(OpCounter):
         self.claim("gradients", (made,))
         super().added(made, first, second)
 
-    def counted(self, key: Key) -> None:
-        self._ops.append((key.op if key.direction == "forward" else f"{key.op} {key.direction}", key))
+    def counted(self, row: OpRow) -> None:
+        self._ops.append((row.op if row.direction == "forward" else f"{row.op} {row.direction}", row))
         self.claim("copies", bridge.memory_in(weight_cache.values))
 
     def claim(self, kind: str, held: Iterable[Any]) -> None:
@@ -297,7 +296,6 @@ class _Watch(OpCounter):
         if not (self._ops and any(event.is_taken for event in self._events)):
             raise NothingSeenError
         self._ops.append(("after backward", None))
-        self._paths = self.paths()
         for number, (piece, is_taken, _) in enumerate(self._events):
             if is_taken and not piece.kind:
                 piece.kind = self._kind(piece, number)
@@ -327,12 +325,12 @@ class _Watch(OpCounter):
         place = piece.place
         if place is None:
             return _BEFORE, "", ""
-        op, key = self._ops[min(piece.op, len(self._ops) - 1)]
+        op, row = self._ops[min(piece.op, len(self._ops) - 1)]
         if piece.kind == "other tensors":
             return "the program", "", place.short_line
-        if key is None:
+        if row is None:
             return op, "", place.short_line
-        return op, self._paths.get(key.layer, ""), key.place.short_line or place.short_line
+        return op, row.module, row.line or place.short_line
 
     def _holders(self, moment: int) -> list[Holder]:
         alive = [piece for piece in self._there.values() if piece.died > moment]

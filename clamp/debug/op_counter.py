@@ -26,11 +26,7 @@ from clamp.scaling.scaled_loss import SCALE_OP
 from clamp.scaling.step_guard import are_steps_withheld
 from clamp.scaling.step_report import StepReport
 
-_Module: TypeAlias = weakref.ref[Any]
-_Modules: TypeAlias = dict[int, _Module]  # by the ids of the references
-_Token: TypeAlias = tuple[str, Place, _Module | None]  # an op, where, and in which layer
-
-_MOST = 2000  # rows of modules that have no name yet: a program may make its layers anew in each step
+_Token: TypeAlias = tuple[str, Place, str]  # an op, where, without its modules, and the path of the innermost
 
 
 @dataclass(slots=True)
@@ -102,17 +98,6 @@ class Casts(NamedTuple):
     bytes: int
 
 
-class Key(NamedTuple):
-    """Key of a row whose module has no name yet."""
-
-    op: str
-    direction: str
-    place: Place  # without its modules
-    layer: int  # id of the weak reference to it, that is not given again while that lives; 0 without one
-    inputs: tuple[str, ...]
-    dtype: str
-
-
 class _Replayed(threading.local):
     """Counts that each replay of this thread's recording adds."""
 
@@ -143,11 +128,10 @@ class OpCounter(Observer):
         self.curves = Curves()
         self.weight_copies = 0
         self._lock = threading.RLock()
-        self._counts: dict[Key, OpRow] = {}
-        self._named: dict[tuple[Any, ...], OpRow] = {}
+        self._rows: dict[tuple[Any, ...], OpRow] = {}
         self._casts: dict[tuple[str, str], Casts] = {}
-        self._layers: _Modules = {}
-        self._models: _Modules = {}
+        self._paths = bridge.ModulePaths()
+        self._models: dict[int, weakref.ref[Any]] = {}
         self._recording = _Replayed()
 
     def start(self) -> None:
@@ -174,11 +158,10 @@ class OpCounter(Observer):
             self.weight_copies = max(self.weight_copies, weight_cache.nbytes)
             self.curves.loss(read[0])
         place = here()
-        layer = weakref.ref(place.modules[0]) if place.modules else None
-        if layer is not None:
-            model = weakref.ref(place.modules[-1])
-            self._models[id(model)] = model
-        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), layer
+        with self._lock:
+            path = self._paths.around(place.modules)
+            self._models.update((id(model), weakref.ref(model)) for model in place.modules[-1:])
+        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), path
         self._count(token, FORWARD, read, [value])
         return token
 
@@ -192,7 +175,7 @@ class OpCounter(Observer):
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         if self._rests():
             return
-        self._count(("sum of gradients", NOWHERE, None), BACKWARD, [first, second], [made])
+        self._count(("sum of gradients", NOWHERE, ""), BACKWARD, [first, second], [made])
 
     def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
         if recorder() is not None:
@@ -208,23 +191,21 @@ class OpCounter(Observer):
     # ------------------------------------------------------------------------------------------ counting
 
     def _count(self, token: _Token, direction: str, read: list[Tensor], gave: list[Tensor]) -> None:
-        op, place, layer = token
-        key = Key(op, direction, place, id(layer) if layer else 0, tuple([_dtype(x) for x in read]), _dtype(gave[0]))
+        op, place, path = token
+        row = OpRow(
+            op, direction, place.function, place.policy, path, place.short_line, tuple(map(_dtype, read)),
+            _dtype(gave[0]), tuple(gave[0].shape), rule=str(place.rule or ""),
+        )  # fmt: skip
         is_view = len(gave) == 1 and any(gave[0].buffer is x.buffer for x in read)
         size = 0 if is_view else sum(map(bridge.nbytes, read)) + sum(map(bridge.nbytes, gave))
-        self._now_or_in_replays(partial(self._add, key, layer, tuple(gave[0].shape), size))
-        self.counted(key)
+        self._now_or_in_replays(partial(self._add, row, size))
+        self.counted(row)
 
-    def counted(self, key: Key) -> None:
-        """An op of this key has been counted; for who wants to know more of it."""
+    def counted(self, row: OpRow) -> None:
+        """An op of such a row has been counted; for who wants to know more of it."""
 
     def converted(self, source: Tensor, target: Tensor) -> None:
         """A cast has been launched; the same."""
-
-    def took(self, key: Key, seconds: float) -> None:
-        """Adds to the seconds of a key."""
-        row = self._counts[key]
-        row.seconds = (row.seconds or 0.0) + seconds
 
     def _rests(self) -> bool:
         """Returns whether this thread runs a step that is only looked at, which is no part of the run."""
@@ -243,21 +224,11 @@ class OpCounter(Observer):
             return
         _run_all([*self._recording.take(), add])  # of a recording without a backward: counted when it is recorded
 
-    def _add(self, key: Key, layer: _Module | None, shape: tuple[int, ...], size: int) -> None:
+    def _add(self, row: OpRow, size: int) -> None:
         with self._lock:
-            if layer is not None:
-                self._layers[key.layer] = layer
-            row = self._counts.get(key)
-            if row is None:
-                place = key.place
-                row = self._counts[key] = OpRow(
-                    key.op, key.direction, place.function, place.policy, "", place.short_line, key.inputs, key.dtype,
-                    shape, rule=str(place.rule or ""),
-                )  # fmt: skip
+            row = self._rows.setdefault(row.identity, row)
             row.calls += 1
             row.bytes += size
-        if len(self._counts) > _MOST and not self._of_dry_run:  # one step, whose keys are asked for when it is over
-            self._name()
 
     def _add_cast(self, kinds: tuple[str, str], size: int) -> None:
         with self._lock:
@@ -269,49 +240,19 @@ class OpCounter(Observer):
     @property
     def rows(self) -> list[OpRow]:
         """The ops, in the order in which they first ran."""
-        self._name()
-        return [replace(row) for row in list(self._named.values())]  # to which other threads add
+        return [replace(row) for row in list(self._rows.values())]  # to which other threads add
 
     @property
     def modules(self) -> list[tuple[str, str, int]]:
         """The layers of the models that have run, and that there still are; see ``bridge.module_tree``."""
-        found = (one for model in _living(self._models).values() for one in bridge.module_tree(model))
-        return list({path: (path, name, size) for path, name, size in found}.values())
+        models = [model for ref in list(self._models.values()) if (model := ref()) is not None]
+        return list({found[0]: found for model in models for found in bridge.module_tree(model)}.values())
 
     @property
     def casts(self) -> list[Casts]:
         """Casts, those of most bytes first."""
         with self._lock:
             return sorted(self._casts.values(), key=lambda one: -one.bytes)
-
-    def paths(self) -> dict[int, str]:
-        """The paths of layers that there still are, by their number in `Key`."""
-        return self._paths_of(self._layers)
-
-    def _paths_of(self, layers: _Modules) -> dict[int, str]:
-        living = _living(layers)
-        names = bridge.module_names(list(living.values()), _living(self._models).values())
-        return dict(zip(living, names, strict=True))
-
-    def _name(self) -> None:
-        """Puts names of layers in place of what may be gone soon."""
-        with self._lock:
-            counts, self._counts = self._counts, {}
-            layers, self._layers = self._layers, {}
-            self._models = {key: ref for key, ref in self._models.items() if ref() is not None}
-        names = self._paths_of(layers)
-        with self._lock:
-            for key, row in counts.items():
-                row.module = names.get(key.layer, "")
-                before = self._named.setdefault(row.identity, row)
-                if before is not row:
-                    before.calls += row.calls
-                    before.bytes += row.bytes
-                    before.seconds = row.seconds if before.seconds is None else before.seconds + (row.seconds or 0.0)
-
-
-def _living(modules: _Modules) -> dict[int, Any]:
-    return {key: module for key, ref in list(modules.items()) if (module := ref()) is not None}
 
 
 def _dtype(tensor: Tensor) -> str:

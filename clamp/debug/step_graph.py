@@ -78,7 +78,7 @@ class Frame:
         outputs: what it gave; of a backward, a gradient for each parent that wants one.
         parents: of a backward, what its forward read; of a forward, whose gradients ``again`` gives.
         forward: of a backward, the op that it is of.
-        module: path of the innermost layer, ``"layers.2"``; empty if there is none, and until somebody asks.
+        module: path of the innermost layer, ``"layers.2"``; empty if there is none.
         again: computes the gradients from that of the result, as long as it is held.
         call: of a forward, the call that made it, as long as it is held; None where nobody has kept it.
         is_view: whether it gave the memory that it read.
@@ -129,6 +129,7 @@ class StepGraph:
     is_cut: bool = False
     held: int = 0
     awaited: dict[int, Frame] = field(default_factory=dict)
+    _paths: bridge.ModulePaths = field(default_factory=bridge.ModulePaths)
     _known: dict[int, tuple[weakref.ref[Tensor], Value]] = field(default_factory=dict)  # by the id of a tensor
 
     def forward(
@@ -136,15 +137,15 @@ class StepGraph:
         wanted: Iterable[Tensor] = (), again: Callable[[Tensor], Any] | None = None,
     ) -> Frame:  # fmt: skip
         """Adds an op; the arguments are what its frame has."""
-        parents = list(map(self._value, wanted))
-        return self._add(Frame(op, FORWARD, place, [], [], parents, again=again, call=call), read, [gave])
+        parents, module = list(map(self._value, wanted)), self._paths.around(place.modules)
+        return self._add(Frame(op, FORWARD, place, [], [], parents, None, module, again, call), read, [gave])
 
     def backward(
         self, of: Frame, grad: Tensor, grads: Iterable[Tensor | None], again: Callable[[Tensor], Any]
     ) -> Frame:
         """Adds the backward of an op, which gave ``grads`` for ``grad``."""
         self.awaited.pop(id(of), None)
-        frame = Frame(of.op, BACKWARD, of.place, [], [], of.inputs, of, again=again)
+        frame = Frame(of.op, BACKWARD, of.place, [], [], of.inputs, of, of.module, again)
         return self._add(frame, [grad], [x for x in grads if x is not None])
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
@@ -216,14 +217,7 @@ class StepGraph:
         return [*found, *self.frames[-BEFORE:]]
 
     def name(self) -> None:
-        """Finds the names of layers and parameters."""
-        places = [frame.place.modules for frame in self.frames if frame.place.modules]
-        modules = {id(inside[0]): inside[0] for inside in places}
-        around = {id(inside[-1]): inside[-1] for inside in places}
-        names = dict(zip(modules, bridge.module_names(list(modules.values()), around.values()), strict=True))
-        for frame in self.frames:
-            if frame.place.modules:
-                frame.module = names[id(frame.place.modules[0])]
+        """Finds the names of parameters."""
         found = bridge.parameter_names([tensor for _, tensor in self.leaves])
         for (value, tensor), name in zip(self.leaves, found, strict=True):
             if not name.startswith("params["):

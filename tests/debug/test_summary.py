@@ -147,10 +147,7 @@ def test_what_weights_take_that_are_cast_together_is_not_the_first_ops(
     assert amp.op_seconds == own + 1.0
 
 
-def test_a_step_of_many_ops_and_of_layers_made_in_it_is_timed(
-    queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clamp.debug.op_counter._MOST", 4)
+def test_a_step_of_layers_made_in_it_is_timed(queue: cl.CommandQueue) -> None:
     run = Run(queue)
     x = ag.tensor(to_device(queue, np.ones((2, 3))))
 
