@@ -5,6 +5,7 @@ Without an observer a result costs a look at an empty tuple.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,9 +25,11 @@ class Observer:
     Attributes:
         needs_values: whether it reads each result as it is made. Recorded functions run as they are meanwhile: a
             recording has no values yet, and a replay tells of no op.
+        thread: whose ops alone it is told of, by its identifier; None: those of all.
     """
 
     needs_values = False
+    thread: int | None = None
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:
         """An op has computed ``made`` from ``parents``; nodes where a graph is recorded, tensors elsewhere.
@@ -111,6 +114,11 @@ class _Results:
         """Whether one of the observers does (`Observer`)."""
         return any(observer.needs_values for observer in self.observers)
 
+    def _told(self) -> list[Observer]:
+        """Returns who is told of what this thread does."""
+        thread = threading.get_ident()
+        return [observer for observer in self.observers if observer.thread in (None, thread)]
+
     def own(self, made: TensorLike, parents: Sequence[TensorLike]) -> TensorLike:
         """Returns the result of an op of clamp's."""
         made = note_result(made, parents)
@@ -121,7 +129,7 @@ class _Results:
         if not self.observers or _in_backward.on or not isinstance(getattr(made, "value", None), Tensor):
             return made  # a step of a gradient; a compiler's node, or nothing that netcl made
         told = []
-        for observer in self.observers:
+        for observer in self._told():
             token = observer.result(made, parents)
             if token is not None:
                 told.append((observer, token))
@@ -156,7 +164,7 @@ class _Results:
                     self.foreign(node, node.parents)
         with untold():
             run(loss, grad)
-        for observer in self.observers:
+        for observer in self._told():
             observer.backward_ended(loss, grad)
         return None
 
@@ -171,7 +179,7 @@ class _Results:
         made = elementwise("add", bridge.canonical_dtype(first.dtype), first, second)
         if self.observers:
             with forward_again():
-                for observer in self.observers:
+                for observer in self._told():
                     observer.added(made, first, second)
         return made
 
@@ -179,12 +187,12 @@ class _Results:
         """Tells of a step that begins, even of one that will be skipped."""
         if self.observers:
             gradients = [param.grad for param in params if isinstance(param.grad, Tensor)]
-            for observer in self.observers:
+            for observer in self._told():
                 observer.stepping(gradients)
 
     def stepped(self, report: Any) -> None:
         """Tells of a step that is over."""
-        for observer in self.observers:
+        for observer in self._told():
             observer.stepped(report)
 
 

@@ -111,8 +111,7 @@ class _FirstSteps(Tracer):
         self.done: Trace | None = None
 
     def stepped(self, report: Any) -> None:  # noqa: ARG002  (an observer's)
-        if self.is_mine():
-            self._left -= 1
+        self._left -= 1
         if not self._left:
             self.done = self.trace()
             raise EnoughError

@@ -280,7 +280,7 @@ class StepRecorder(Observer):
 
     def __init__(self, *, of_ranges: bool) -> None:
         self._of_ranges = of_ranges
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._graph = StepGraph()
 
     def trace(self) -> StepGraph:
@@ -292,7 +292,7 @@ class StepRecorder(Observer):
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Frame | None:
-        if not self._is_ours() or (self._of_ranges and (not isinstance(made, Node) or bridge.is_leaf(made))):
+        if self._of_ranges and (not isinstance(made, Node) or bridge.is_leaf(made)):
             return None
         read = [parent.value for parent in parents if isinstance(parent.value, Tensor)]
         seen = trail()
@@ -310,23 +310,15 @@ class StepRecorder(Observer):
         self._keep_within_limit(grad)
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
-        if self._is_ours():
-            self._graph.added(made, first, second)
+        self._graph.added(made, first, second)
 
     def backward_ended(self, loss: Node, grad: Tensor | None) -> None:
-        if not self._is_ours():
-            return
         scaled = next((node for node in bridge.graph(loss) if is_scaled(node)), None)
         if scaled is not None:
             self._graph.scaler = scaled.loss_scale
         self._graph.awaited.clear()
         if not self._of_ranges:
             self._graph.measure()
-
-    # ------------------------------------------------------------------------------------------ keeping
-
-    def _is_ours(self) -> bool:
-        return threading.get_ident() == self._thread
 
     def _keep_within_limit(self, tensor: Tensor) -> None:
         if bridge.on_device(tensor) and self._graph.held > _SHARE * tensor.queue.device.global_mem_size:

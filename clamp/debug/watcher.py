@@ -85,34 +85,28 @@ class Watcher(Observer):
 
     def __init__(self) -> None:
         self.ops = OpNames()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._times = Counter[tuple[OpName, int]]()
         self.found: list[tuple[Seen, int, partial[Any]]] = []
 
-    def is_mine(self) -> bool:
-        """Returns whether what is told of here belongs to the step.
+    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
+        seen = self.see(made)
+        if seen is not None:
+            self.keep(seen, RESULT, made.value)
+        return seen
+
+    def see(self, made: TensorLike) -> Seen | None:
+        """The op that has made this just now; None of what clamp has inserted.
 
         Raises:
             RuntimeError: it is being recorded.
         """
-        if threading.get_ident() != self._thread:
-            return False
         if recorder() is not None:
             raise RuntimeError(
                 "the step is being recorded, and ops in a recording have no values yet: pass a function that calls the "
                 "model itself, outside of netcl's capture, ForwardCompiler or CompiledGraph; of an amp.record or an "
                 "amp.Graph that records now, its function or build()"
             )
-        return True
-
-    def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        seen = self.see(made) if self.is_mine() else None
-        if seen is not None:
-            self.keep(seen, RESULT, made.value)
-        return seen
-
-    def see(self, made: TensorLike) -> Seen | None:
-        """The op that has made this just now; None of what clamp has inserted."""
         known = self.ops.of(made)
         parents = made.parents if isinstance(made, Node) else []
         trained = {part: x.value for part, x in enumerate(parents) if getattr(x.value, "requires_grad", False)}
@@ -240,7 +234,7 @@ class AmpSide(Watcher):
     # ------------------------------------------------------------------------------------------ what ops tell
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Seen | None:
-        if not self.is_mine() or self._references.takes(made):
+        if self._references.takes(made):
             return None
         brought = max((self._total(parent.value) for parent in parents), default=0.0)
         seen = self.see(made)
@@ -274,7 +268,7 @@ class AmpSide(Watcher):
 
     def added(self, made: Tensor, first: Tensor, second: Tensor) -> None:
         actual, one, other = on_host(made), on_host(first), on_host(second)
-        if not self.is_mine() or actual is None or one is None or other is None:
+        if actual is None or one is None or other is None:
             return
         right, brought = one + other, max(self._total(first), self._total(second))
         self._totals[id(made)] = made, brought
