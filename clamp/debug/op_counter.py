@@ -38,7 +38,7 @@ class OpRow:
         direction: ``"forward"`` or ``"backward"``.
         function: full name of the function on a list; empty if it is on none.
         policy: its policy where casts were on; empty elsewhere.
-        rule: the rule for modules that decided about it, ``"head.*: float32"``; empty if there was none.
+        decided: that, and the rule for modules that decided about it, if there was one, ``"half (head.*: float32)"``.
         module: path of the innermost layer, ``"layers.2"``; empty if there is none, or it has none.
         line: ``"train.py:31"``, the nearest line of the user's.
         inputs: dtypes of what it read; of a backward, of the gradient of its result.
@@ -61,12 +61,7 @@ class OpRow:
     bytes: int = 0
     seconds: float | None = None
     most: float | None = None
-    rule: str = ""
-
-    @property
-    def decided(self) -> str:
-        """The policy, and the rule for modules, in words."""
-        return f"{self.policy} ({self.rule})" if self.policy and self.rule else self.policy
+    decided: str = ""
 
     @property
     def slowest(self) -> float:
@@ -86,7 +81,7 @@ class OpRow:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Returns what it is of: all but counts and shape."""
-        return (*self.key, self.policy, self.rule, self.inputs, self.dtype)
+        return (*self.key, self.policy, self.decided, self.inputs, self.dtype)
 
 
 class Casts(NamedTuple):
@@ -194,7 +189,7 @@ class OpCounter(Observer):
         op, place, path = token
         row = OpRow(
             op, direction, place.function, place.policy, path, place.short_line, tuple(map(_dtype, read)),
-            _dtype(gave[0]), tuple(gave[0].shape), rule=str(place.rule or ""),
+            _dtype(gave[0]), tuple(gave[0].shape), decided=place.decided,
         )  # fmt: skip
         is_view = len(gave) == 1 and any(gave[0].buffer is x.buffer for x in read)
         size = 0 if is_view else sum(map(bridge.nbytes, read)) + sum(map(bridge.nbytes, gave))
