@@ -13,12 +13,11 @@ import pyopencl as cl
 import clamp
 from clamp.casting.regions import InitCall, Region, init_call
 from clamp.casting.results import RESULTS
-from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation, in_words, look
 from clamp.debug.gain import try_step
 from clamp.debug.layer_ranges import observe_lost_updates, observe_ranges
 from clamp.debug.memory_report import memory_of_step
-from clamp.debug.op_counter import OpCounter
+from clamp.debug.op_counter import OpCounter, Point
 from clamp.debug.page.schema import VERSION, Kind, Run, Verdict, checked
 from clamp.debug.step_graph import Value
 from clamp.debug.summary import Summary, notes, with_times

@@ -17,9 +17,9 @@ import pytest
 from clamp.casting.policy_table import default_table
 from clamp.casting.regions import Region
 from clamp.debug.callsite import NOWHERE
-from clamp.debug.curves import Point
 from clamp.debug.explain import Explanation
 from clamp.debug.memory_report import Moment
+from clamp.debug.op_counter import Point
 from clamp.debug.run_log import RunLog, verdict_of
 from clamp.debug.step_graph import Frame
 from clamp.debug.summary import Summary
