@@ -9,13 +9,17 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing
 from clamp.ops.elementwise import elementwise
 from clamp.params.penalties import note_result
+
+#: gradients of an op, for each parent one or None; and what computes them from that of its result
+Gradients: TypeAlias = Sequence[Tensor | None]
+GradFn: TypeAlias = Callable[[Tensor], Any]
 
 
 class Observer:
@@ -39,10 +43,8 @@ class Observer:
             whose memory would stay.
         """
 
-    def gradients(
-        self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
-        """Backward has computed an op's gradients, for each parent one or None, from that of its result.
+    def gradients(self, token: Any, grad: Tensor, grads: Gradients, again: GradFn) -> None:
+        """Backward has computed an op's gradients from that of its result.
 
         Args:
             again: computes them from another gradient of the result.
@@ -196,7 +198,7 @@ class _Results:
             observer.stepped(report)
 
 
-def _seen_gradients(run: Callable[[Tensor], Any], told: Sequence[tuple[Observer, Any]]) -> Callable[[Tensor], Any]:
+def _seen_gradients(run: GradFn, told: Sequence[tuple[Observer, Any]]) -> GradFn:
     def run_and_tell(grad: Tensor) -> Any:
         grads = run(grad)
         with forward_again():

@@ -37,17 +37,13 @@ _MODULE_CALL = bridge.Module.__call__.__code__
 _USERS = 8  # functions of the user's among which a model is looked for
 
 
-def _calls_of(*wrappers: Any) -> set[CodeType]:
-    """The code of what these wrappers make."""
-    return {
-        constant
-        for wrapper in wrappers
-        for constant in wrapper.__code__.co_consts
-        if isinstance(constant, CodeType) and constant.co_name == "call"
-    }
-
-
-_WRAPPERS = _calls_of(owned_wrapper, netcl_wrapper, user_wrapper)
+#: the code of the wrappers that these make
+_WRAPPERS = {
+    constant
+    for make in (owned_wrapper, netcl_wrapper, user_wrapper)
+    for constant in make.__code__.co_consts
+    if isinstance(constant, CodeType) and constant.co_name == "call"
+}
 
 
 class Place(NamedTuple):

@@ -23,7 +23,7 @@ from clamp import bridge
 from clamp.bridge import Tensor, TensorLike
 from clamp.casting.operands import note_numpy_backend
 from clamp.casting.policy_table import CastPolicy, default_table
-from clamp.casting.results import Observer
+from clamp.casting.results import GradFn, Gradients, Observer
 from clamp.debug.callsite import CAST, NOWHERE, Place, here
 from clamp.opencl.device import list_devices
 from clamp.opencl.host_steps import host_step, recorder
@@ -213,9 +213,7 @@ class Checker(Observer):
         self._check(name, place, [made.value])
         return name, place
 
-    def gradients(
-        self, token: tuple[str, Place], grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: tuple[str, Place], grad: Tensor, grads: Gradients, again: GradFn) -> None:
         name, place = token
         if self.on:
             self._check(f"{name}_grad", place, [x for x in grads if x is not None], _GRADIENT)

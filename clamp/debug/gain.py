@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 import pyopencl as cl
 
 from clamp import bridge
-from clamp.bridge import HALF_DTYPES, Node, Tensor, TensorLike
+from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import InitCall, Region, in_region, init_call, region_here
+from clamp.casting.results import GradFn, Gradients
 from clamp.debug.dry_run import NothingSeenError, dry_run
 from clamp.debug.memory_meter import MemoryMeter
 from clamp.debug.op_counter import Casts, OpCounter, OpRow
@@ -89,7 +90,7 @@ class OpTimer(OpCounter):
             self._forward_is_over()
         return token
 
-    def gradients(self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[..., Any]) -> None:
+    def gradients(self, token: Any, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         self._forward_is_over()  # of a loss that nobody has scaled
         self._is_backward = True
         super().gradients(token, grad, grads, again)
@@ -156,11 +157,6 @@ class Side:
     def op_seconds(self) -> float:
         """Returns what all of its ops took on the device."""
         return sum(row.seconds or 0.0 for row in self.rows) + self.shared_cast_seconds + self.after_backward
-
-    @property
-    def computes_in_16_bit(self) -> bool:
-        """Returns whether an op of it gave 16-bit numbers."""
-        return any(row.dtype in HALF_DTYPES for row in self.rows)
 
 
 @dataclass(frozen=True)

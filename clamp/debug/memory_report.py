@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from clamp import bridge
 from clamp.bridge import Address, Tape, Tensor, TensorLike
+from clamp.casting.results import GradFn, Gradients
 from clamp.debug.callsite import place_of, trail
 from clamp.debug.dry_run import NothingSeenError, check_step, dry_run
 from clamp.debug.memory_meter import KINDS, Piece, by_kind, gradients_now, pieces_now
@@ -261,9 +262,7 @@ class _Watch(OpCounter):
             piece.in_op = True
         return super().result(made, parents)
 
-    def gradients(
-        self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: Any, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         self.claim("gradients", (grad, *grads))
         super().gradients(token, grad, grads, again)
 

@@ -19,7 +19,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.results import RESULTS, Observer
+from clamp.casting.results import RESULTS, GradFn, Gradients, Observer
 from clamp.debug.callsite import NOWHERE, Place, here
 from clamp.debug.step_graph import BACKWARD, FORWARD
 from clamp.opencl.host_steps import host_step, recorder
@@ -168,9 +168,7 @@ class OpCounter(Observer):
         self._count(token, FORWARD, read, [value])
         return token
 
-    def gradients(
-        self, token: _Token, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: _Token, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         found = [x for x in grads if x is not None]
         if found:
             self._count(token, BACKWARD, [grad], found)

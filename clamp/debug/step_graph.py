@@ -4,12 +4,12 @@ which of them inf and nan came."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.casting.results import GradFn
 from clamp.debug.callsite import INSERTED, NOWHERE, Call, Place
 from clamp.debug.words import placed
 from clamp.opencl.host_steps import unrecorded
@@ -92,7 +92,7 @@ class Frame:
     parents: list[Value] = field(default_factory=list)
     forward: Frame | None = None
     module: str = ""
-    again: Callable[[Tensor], Any] | None = None
+    again: GradFn | None = None
     call: Call | None = None
     is_view: bool = False
 
@@ -134,15 +134,13 @@ class StepGraph:
 
     def forward(
         self, op: str, place: Place, read: Sequence[Tensor], gave: Tensor, call: Call | None = None,
-        wanted: Iterable[Tensor] = (), again: Callable[[Tensor], Any] | None = None,
+        wanted: Iterable[Tensor] = (), again: GradFn | None = None,
     ) -> Frame:  # fmt: skip
         """Adds an op; the arguments are what its frame has."""
         parents, module = list(map(self._value, wanted)), self._paths.around(place.modules)
         return self._add(Frame(op, FORWARD, place, [], [], parents, None, module, again, call), read, [gave])
 
-    def backward(
-        self, of: Frame, grad: Tensor, grads: Iterable[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> Frame:
+    def backward(self, of: Frame, grad: Tensor, grads: Iterable[Tensor | None], again: GradFn) -> Frame:
         """Adds the backward of an op, which gave ``grads`` for ``grad``."""
         self.awaited.pop(id(of), None)
         frame = Frame(of.op, BACKWARD, of.place, [], [], of.inputs, of, of.module, again)

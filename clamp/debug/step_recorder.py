@@ -15,7 +15,7 @@ import numpy as np
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
 from clamp.casting.regions import casting_in
-from clamp.casting.results import Observer
+from clamp.casting.results import GradFn, Gradients, Observer
 from clamp.debug.callsite import Trail, call_of, place_of, trail
 from clamp.debug.step_graph import Frame, StepGraph, are_finite
 from clamp.interrupts import contextmanager
@@ -47,7 +47,7 @@ class _Op(NamedTuple):
     gave: Tensor
     read: list[Tensor]
     wanted: list[Tensor]
-    again: Callable[[Tensor], Any] | None
+    again: GradFn | None
 
 
 class _RecordedBackward(NamedTuple):
@@ -303,9 +303,7 @@ class StepRecorder(Observer):
         self._keep_within_limit(made.value)
         return frame
 
-    def gradients(
-        self, token: Frame, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: Frame, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         self._graph.backward(token, grad, grads, again)
         self._keep_within_limit(grad)
 

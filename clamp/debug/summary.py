@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from clamp.bridge import HALF_DTYPES
 from clamp.debug.gain import NO_DIFFERENCE, Side, Trial, in_half
 from clamp.debug.layer_ranges import LayerRanges, LostUpdates
 from clamp.debug.memory_report import MemoryReport
@@ -118,7 +119,7 @@ def _details(trial: Trial) -> list[str]:
                 else "@amp.record above the function that makes a step replays them without."
             )
         )
-    if trial.plain.computes_in_16_bit:
+    if any(row.dtype in HALF_DTYPES for row in trial.plain.rows):
         details.append(
             "In the float32 rounds, too, a part is computed in 16 bits: of parameters or inputs that are so."
         )

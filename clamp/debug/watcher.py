@@ -14,7 +14,7 @@ import numpy as np
 
 from clamp import bridge
 from clamp.bridge import Node, Tensor, TensorLike
-from clamp.casting.results import Observer
+from clamp.casting.results import GradFn, Gradients, Observer
 from clamp.debug.callsite import NOWHERE, OpName, OpNames, Place
 from clamp.debug.float32_reference import (
     Array,
@@ -112,9 +112,7 @@ class Watcher(Observer):
         trained = {part: x.value for part, x in enumerate(parents) if getattr(x.value, "requires_grad", False)}
         return None if known is None else Seen(*known, trained)
 
-    def gradients(
-        self, token: Any, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: Any, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         for part, one in enumerate(grads):
             self.keep(token, part, one)
 
@@ -246,9 +244,7 @@ class AmpSide(Watcher):
         self._compare(seen, RESULT, made.value, alone, brought, lambda: getattr(self._rounded(seen), "value", None))
         return seen
 
-    def gradients(
-        self, token: Seen, grad: Tensor, grads: Sequence[Tensor | None], again: Callable[[Tensor], Any]
-    ) -> None:
+    def gradients(self, token: Seen, grad: Tensor, grads: Gradients, again: GradFn) -> None:
         brought = max(token.brought, self._total(grad))
         gradients_of = partial(self._references.gradients_of, grad=grad, count=len(grads))
         references = gradients_of(token.reference and token.reference.made)
