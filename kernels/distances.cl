@@ -183,15 +183,15 @@ triplet(__global const STORAGE(X_T) *restrict x, __global const STORAGE(Y_T) *re
         far = sqrt(far + ROOT_EPSILON);
 #endif
         const float over = (near - far) + margin;
-        const int active = !(over <= 0.0f); // a NaN stays
+        const float active = over <= 0.0f ? 0.0f : isnan(over) ? over : 1.0f; // NaN: both may be infinite
         if (get_local_id(0) == 0) {
-            losses[row] = active ? over : 0.0f;
+            losses[row] = active != 0.0f ? over : 0.0f;
 #ifdef ROOT
-            slopes[2 * row] = active ? 0.5f / near : 0.0f;
-            slopes[2 * row + 1] = active ? -0.5f / far : 0.0f;
+            slopes[2 * row] = active * (0.5f / near);
+            slopes[2 * row + 1] = active * (-0.5f / far);
 #else
-            slopes[2 * row] = active ? 1.0f : 0.0f;
-            slopes[2 * row + 1] = active ? -1.0f : 0.0f;
+            slopes[2 * row] = active;
+            slopes[2 * row + 1] = -active;
 #endif
         }
     }

@@ -107,12 +107,12 @@ static inline float16 op_add_relu(float16 a, float16 b) { return op_relu(a + b);
 // A gradient that does not pass is left out, not multiplied by zero: an infinite g stays out as well.
 
 static inline float16 op_abs_grad(float16 g, float16 x) { return x == 0.0f ? VEC(0.0f) : (x < 0.0f ? -g : g); }
-static inline float16 op_square_grad(float16 g, float16 x) { return 2.0f * x * g; }
+static inline float16 op_square_grad(float16 g, float16 x) { return 2.0f * (x * g); } // not 2 x, which may be infinite
 static inline float16 op_log1p_grad(float16 g, float16 x) { return g / (1.0f + x); }
 static inline float16 op_sqrt_grad(float16 g, float16 y) { return 0.5f * g / y; }
 static inline float16 op_rsqrt_grad(float16 g, float16 x) { return -0.5f * g * (rsqrt(x) / x); }
 static inline float16 op_pow_grad(float16 g, float16 x, float exponent) {
-    return exponent == 0.0f ? VEC(0.0f) : g * (exponent * pow(x, VEC(exponent - 1.0f)));
+    return exponent == 0.0f ? VEC(0.0f) : g * exponent * pow(x, VEC(exponent - 1.0f)); // as in op_square_grad
 }
 
 static inline float16 op_div_grad(float16 g, float16 a, float16 b) { return -(g / b) * (a / b); }

@@ -112,7 +112,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
     const float n = (float)(planes * hw);
 #if GROUPS
     FOR_EACH_OWN(set, each, sets) {
-        const float center = mean[set], r = 1 / sqrt(var[set] + eps);
+        const float center = mean[set], r = 1 / DEVIATION(var[set], eps);
         float set_g = 0, set_gd = 0, block_g = 0, block_gd = 0;
         for (size_t nth = 0; nth < planes; nth++) {
             const size_t plane = set * first + nth * step, c = plane % channels;
@@ -143,7 +143,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
         float scale[WIDTH], shift[WIDTH], constant_part[WIDTH], linear[WIDTH];
         ladder sum_g[WIDTH], sum_gd[WIDTH];
         for (uint k = 0; k < width; k++) {
-            scale[k] = LOAD(SCALE_T, gamma, set + k) / sqrt(var[set + k] + eps);
+            scale[k] = LOAD(SCALE_T, gamma, set + k) / DEVIATION(var[set + k], eps);
             shift[k] = LOAD(SHIFT_T, beta, set + k);
             sum_g[k] = sum_gd[k] = LADDER;
         }
@@ -155,7 +155,7 @@ planes_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(
             }
         }
         for (uint k = 0; k < width; k++) {
-            const float r = 1 / sqrt(var[set + k] + eps);
+            const float r = 1 / DEVIATION(var[set + k], eps);
             const float total_g = TOTAL(sum_g[k]);
             const float total_gz = r * TOTAL(sum_gd[k]);
             STORE(DGAMMA_T, total_gz, dgamma, set + k);
@@ -187,7 +187,7 @@ planes_backward_sums(__global const STORAGE(X_T) *restrict x, __global const STO
                      const uint parts, const uint each, const float eps, const float slope) {
     FOR_EACH_OWN(job, each, (size_t)sets * parts) {
         const size_t set = job / parts, from = job % parts * span, to = min(from + span, (size_t)(planes * hw));
-        const float scale = LOAD(SCALE_T, gamma, set) / sqrt(var[set] + eps);
+        const float scale = LOAD(SCALE_T, gamma, set) / DEVIATION(var[set], eps);
         ladder sum_g = LADDER, sum_gd = LADDER;
         for (size_t at = from, number = 0; at < to; number++) {
             RUN_OF_PLANE(at, to)
@@ -214,7 +214,7 @@ __kernel void batch_backward_merge(__global const float *restrict partial_gd, __
         sum_g += partial_g[c * parts + part];
         sum_gd += partial_gd[c * parts + part];
     }
-    sum_gd /= sqrt(var[c] + eps);
+    sum_gd /= DEVIATION(var[c], eps);
     sums[2 * c] = sum_gd;
     sums[2 * c + 1] = sum_g;
     STORE(SCALE_T, sum_gd, dgamma, c);
@@ -233,7 +233,7 @@ planes_backward_apply(__global const STORAGE(X_T) *restrict x, __global const ST
                       const float slope) {
     FOR_EACH_OWN(plane, each, planes) {
         const size_t c = plane % channels;
-        const float r = 1 / sqrt(var[c] + eps), scale = r * LOAD(SCALE_T, gamma, c);
+        const float r = 1 / DEVIATION(var[c], eps), scale = r * LOAD(SCALE_T, gamma, c);
         float constant_part = 0, linear = 0;
 #if TRAINING
         constant_part = scale * (sums[2 * c + 1] / n);

@@ -180,7 +180,7 @@ planes_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(S
         for (size_t nth = 0; nth < planes; nth++) {
             for (uint k = 0; k < width; k++) {
                 const size_t plane = set * first + nth * step + k, c = plane % channels;
-                const float scale = LOAD(SCALE_T, gamma, c) / sqrt(statistics[k].y + eps);
+                const float scale = LOAD(SCALE_T, gamma, c) / DEVIATION(statistics[k].y, eps);
                 apply_run(x, y, plane * hw, (plane + 1) * hw, statistics[k].x, scale, LOAD(SHIFT_T, beta, c), slope);
             }
         }
@@ -197,7 +197,7 @@ planes_apply(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
              const ulong hw, const ulong channels, const uint each, const float eps, const float slope) {
     FOR_EACH_OWN(plane, each, planes) {
         const size_t c = plane % channels;
-        apply_run(x, y, plane * hw, (plane + 1) * hw, mean[c], LOAD(SCALE_T, gamma, c) / sqrt(var[c] + eps),
+        apply_run(x, y, plane * hw, (plane + 1) * hw, mean[c], LOAD(SCALE_T, gamma, c) / DEVIATION(var[c], eps),
                   LOAD(SHIFT_T, beta, c), slope);
     }
 }

@@ -125,9 +125,9 @@ KERNEL planes_normalize(__global const STORAGE(X_T) *restrict x, __global const 
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
-    const float mean = statistics.x, r = 1 / sqrt(statistics.y + eps);
+    const float mean = statistics.x, r = 1 / DEVIATION(statistics.y, eps);
 #else
-    const float mean = means[set], r = 1 / sqrt(vars[set] + eps);
+    const float mean = means[set], r = 1 / DEVIATION(vars[set], eps);
 #endif
     FOR_EACH_BLOCK(number) {
         BLOCK_AT(number)
@@ -150,7 +150,7 @@ KERNEL gradient_sums(__global const STORAGE(X_T) *restrict x, __global const STO
     const uint set = get_group_id(0) % sets, part = get_group_id(0) / sets;
     const float mean = means[set / each];
 #if ACT
-    const float scale = LOAD(SCALE_T, gamma, set) / sqrt(vars[set] + eps), shift = LOAD(SHIFT_T, beta, set);
+    const float scale = LOAD(SCALE_T, gamma, set) / DEVIATION(vars[set], eps), shift = LOAD(SHIFT_T, beta, set);
 #endif
     float sum_gd = 0, sum_g = 0;
     FOR_EACH_BLOCK(number) {
@@ -192,7 +192,7 @@ KERNEL planes_gradient(__global const STORAGE(X_T) *restrict x, __global const S
                        GEOMETRY, const uint channels, const uint sum_parts, const uint span, const float n,
                        const float eps, const float slope) {
     const uint set = get_group_id(0) % sets, part = get_group_id(0) / sets;
-    const float mean = means[set], r = 1 / sqrt(vars[set] + eps);
+    const float mean = means[set], r = 1 / DEVIATION(vars[set], eps);
 #if PARTS
     SCRATCH;
     float2 own = 0; // of gamma g d and gamma g

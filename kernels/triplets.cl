@@ -73,6 +73,7 @@ hardest(__global const float *restrict distances, __global const int *restrict c
         const int complete = positive >= 0.0f && negatives > 0.0f;
         const float over = (positive - negative) + margin;
         const int active = complete && !(over <= 0.0f);
+        const float unknown = complete && isnan(over) ? over : nan; // both distances may be infinite
         float p = -INFINITY, q = -INFINITY; // minus the indices of the two
         FOR_EACH_16(j, n) {
             const float16 v = LOAD_PART(f32, d, j, n, 0.0f);
@@ -86,18 +87,19 @@ hardest(__global const float *restrict distances, __global const int *restrict c
             const float16 index = convert_float16(LANES) + (float)j;
             const float16 slope = (index == -p) ? (float16)BY_SQUARE(positive)
                                 : (index == -q) ? (float16)-BY_SQUARE(negative) : (float16)0.0f;
-            STORE_PART(f32, nan + (active ? slope : (float16)0.0f), slopes + row * n, j, n);
+            STORE_PART(f32, unknown + (active ? slope : (float16)0.0f), slopes + row * n, j, n);
         }
-        if (get_local_id(0) == 0) losses[row] = nan + (active ? over : 0.0f);
+        if (get_local_id(0) == 0) losses[row] = unknown + (active ? over : 0.0f);
     }
 }
 #endif
 
 #ifdef ALL
-// Which of 16 samples are negatives and make a triplet above 0 with a positive whose distance plus the margin is
-// `limit`. A NaN counts.
-static inline int16 exceeding(float limit, float16 distance, int16 negative) {
-    return negative & ~(limit - distance <= 0.0f);
+// 1 for each of 16 samples that is a negative and makes a triplet above 0 with a positive whose distance plus the margin
+// is `limit`, else 0; NaN where that cannot be told, as of two infinite distances.
+static inline float16 exceeding(float limit, float16 distance, int16 negative) {
+    const float16 over = limit - distance;
+    return negative & ~(over <= 0.0f) ? (isnan(over) ? over : (float16)1.0f) : (float16)0.0f;
 }
 
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
@@ -115,7 +117,7 @@ all_triplets(__global const float *restrict distances, __global const int *restr
             float16 part = 0.0f;
             for (size_t p = 0; p < n; p++)
                 if (classes[p] == own && p != row)
-                    part += exceeding(d[p] + margin, v, negative) ? (float16)1.0f : (float16)0.0f;
+                    part += exceeding(d[p] + margin, v, negative);
             STORE_PART(f32, -part * BY_SQUARE(v), slope, j, n);
         }
 #if WG > 1
@@ -128,9 +130,9 @@ all_triplets(__global const float *restrict distances, __global const int *restr
             for (size_t j = 0; j < n; j += 16) {
                 const float16 v = LOAD_PART(f32, d, j, n, 1.0f);
                 const int16 negative = (classes16(classes, j, n) != own) & counted(j, row, n);
-                const int16 counts_here = exceeding(d[p] + margin, v, negative);
-                sums += counts_here ? d[p] + margin - v : (float16)0.0f;
-                part += counts_here ? (float16)1.0f : (float16)0.0f;
+                const float16 counts_here = exceeding(d[p] + margin, v, negative);
+                sums += counts_here != 0.0f ? d[p] + margin - v : (float16)0.0f;
+                part += counts_here;
             }
             sum += sum16(sums);
             count += sum16(part);

@@ -284,6 +284,8 @@ def test_gradients_at_the_edges(queue: cl.CommandQueue) -> None:
     assert grad("pow_grad", 1.0, 0.0, 1.0) == 1.0
     assert grad("clamp_grad", 1.0, 2.0, -1.0, 2.0) == 1.0
     assert grad("hard_sigmoid_grad", 1.0, 2.5) == 0.0
+    assert grad("square_grad", 2.0**-8, 2.0**127) == 2.0**120  # twice the number is not finite
+    assert grad("pow_grad", 2.0**-8, 2.0**127, 2.0) == 2.0**120
 
 
 # -------------------------------------------------------------------------------------------- broadcasting

@@ -283,6 +283,21 @@ def test_embeddings_that_are_not_finite_make_the_loss_so(queue: cl.CommandQueue,
     assert np.isnan(to_numpy(forward.loss)).all()
 
 
+@plans
+def test_a_triplet_of_two_infinite_distances_shows_in_gradients(queue: cl.CommandQueue, plan: None) -> None:
+    """Whether it counts is not known: a slope of 1, or of 0, would be finite, and wrong."""
+    x, grad = to_device(queue, 1e20 * RNG.standard_normal((6, 5))), to_device(queue, [1.0])
+    t = Tensor.from_host(queue, np.arange(6, dtype=np.int32) % 3, dtype="int32")
+    gradients = [
+        distances.triplet_gradient(x, mine(x, t, 0.5, False, False), grad, "float32")
+        for mine in (distances.hardest_triplets, distances.all_triplets)
+    ]
+    rows = [to_device(queue, to_numpy(x)[at : at + 2]) for at in (0, 2, 4)]
+    forward = distances.triplet_loss(*rows, 0.5, False, False)
+    gradients += [distances.partner_gradient(rows[0], (rows[1], rows[2]), 0, forward, grad, "float32")]
+    assert all(np.isnan(to_numpy(gradient)).all() for gradient in gradients)
+
+
 @pytest.mark.simulated_elsewhere
 def test_triplets_repeat_to_the_bit(queue: cl.CommandQueue) -> None:
     x = to_device(queue, RNG.standard_normal((40, 19)), "bfloat16")

@@ -308,6 +308,57 @@ def test_rows_of_several_pieces(queue: cl.CommandQueue, n: int) -> None:
     np.testing.assert_allclose(to_numpy(dx) * n, 0.5 * n * values / (length + 0.5) ** 2, **near)
 
 
+@pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("power", [-100, 64, 124])
+def test_rows_whose_squares_are_no_float32(queue: cl.CommandQueue, plan: None, power: int, dtype: str) -> None:
+    """The norm of ``x * 2^k`` is that of x, and its gradient that of x times ``2^-k``."""
+    rng = np.random.default_rng(7)
+    x = to_numpy(to_device(queue, 1 + rng.standard_normal((5, 37)), dtype)).astype(np.float64)
+    gamma, beta, grad = (to_device(queue, rng.standard_normal(shape)) for shape in (37, 37, x.shape))
+    dtypes = {"dx_dtype": "float32", "dgamma_dtype": "float32"}
+
+    def results(scale: float) -> list[Array]:
+        tensor = to_device(queue, x * scale, dtype)
+        y, mean, var = norm_rows.layer_norm(tensor, gamma, beta, eps=0.0, out_dtype="float32")
+        layer = norm_rows.layer_norm_backward(tensor, gamma, grad, mean, var, eps=0.0, dbeta_dtype=None, **dtypes)
+        rms, inverse = norm_rows.rms_norm(tensor, gamma, eps=0.0, out_dtype="float32")
+        of_rms = norm_rows.rms_norm_backward(tensor, gamma, grad, inverse, **dtypes)
+        unit, norm = norm_rows.l2_normalize(tensor, eps=0.0, out_dtype="float32")
+        of_unit = norm_rows.l2_normalize_backward(tensor, grad, norm, eps=0.0, dx_dtype="float32")
+        same = [to_numpy(tensor) for tensor in (y, layer[1], rms, of_rms[1], unit) if tensor is not None]
+        return [*same, *(scale * to_numpy(dx).astype(np.float64) for dx in (layer[0], of_rms[0], of_unit))]
+
+    lost = 2.0 ** (power - 126)  # of a gradient, by its subnormal numbers
+    for one, other in zip(results(2.0**power), results(1.0), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 + 2 * lost)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+def test_a_variance_beyond_float32_shows(
+    queue: cl.CommandQueue, plan: None, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Divided by an infinite deviation, results would be beta and gradients 0: finite, and wrong."""
+    if cut:
+        in_parts(monkeypatch, 16)
+    data = Batch(queue, (2, 4, 4, 5), ("float32",) * 4)
+    host = to_numpy(data.x).copy()
+    host[:, 1] *= 1e20
+    x, f32 = to_device(queue, host), "float32"
+    y, *kept = norm_planes.batch_norm(x, data.gamma, data.beta, None, None, momentum=0.1, eps=1e-5, out_dtype=f32)
+    batch = norm_planes.batch_norm_backward(x, data.gamma, data.beta, data.grad, *kept, eps=1e-5, dx_dtype=f32)
+    z, *kept = norm_planes.group_norm(x, data.gamma, data.beta, 2, eps=1e-5, out_dtype=f32)
+    dtypes = {"dx_dtype": f32, "dgamma_dtype": f32, "dbeta_dtype": f32}
+    group = norm_planes.group_norm_backward(x, data.gamma, data.grad, *kept, 2, eps=1e-5, **dtypes)
+    for results, bad in (((y, batch[0], batch[1]), [1]), ((z, group[0], group[1]), [0, 1])):
+        for result in results:
+            assert result is not None
+            found = to_numpy(result) if len(result.shape) == 1 else to_numpy(result).swapaxes(0, 1).reshape(4, -1)
+            for channel in range(4):
+                assert np.isnan(found[channel]).all() == (channel in bad)
+
+
 def test_a_row_of_zeros_has_a_gradient(queue: cl.CommandQueue) -> None:
     zeros, ones = to_device(queue, np.zeros((2, 3)), "float16"), to_device(queue, np.ones((2, 3)))
     y, norm = norm_rows.l2_normalize(zeros, eps=0.25, out_dtype="float32")
