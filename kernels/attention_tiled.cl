@@ -13,7 +13,8 @@
 //   backward_kv    rows: keys, others: queries      dk, dv
 //
 // Work-item (x, y) holds rows y + SIDE * i and columns x + SIDE * j of every tile. Scores exist only as one tile, in
-// local memory. D beyond TILE columns takes several work-groups, which all compute the scores.
+// local memory. D beyond TILE columns takes several work-groups, which all compute the scores. Work-groups are numbered
+// in one direction, by head, tile of rows, tile of columns: NVIDIA's devices take at most 65,535 in the others.
 //
 // With delta = sum_j p_j dp_j known only when all keys have been met, dq = sum_j p_j (dp_j - delta) k_j scale is
 // formed from two sums: (sum_j p_j dp_j k_j - delta sum_j p_j k_j) scale.
@@ -33,12 +34,13 @@
 #define CLEAR(sum) EACH(i) EACH(j) sum[i][j] = 0.0f;
 #define WEIGHT(i, j) weights[(y + SIDE * (i)) * PITCH + x + SIDE * (j)]
 
-#define SETTING                                                                                          \
-    __local float weights[TILE * PITCH], a_tile[STEP * PITCH], b_tile[STEP * PITCH], row_values[TILE];   \
-    __local float scratch[SIDE * SIDE];                                                                  \
-    const int x = get_local_id(0), y = get_local_id(1), item = y * SIDE + x;                             \
-    const int row = item / PARTS, part = item % PARTS;                                                   \
-    const size_t column0 = get_group_id(0) * TILE, first = get_group_id(1) * TILE, head = get_group_id(2); \
+#define SETTING                                                                                                 \
+    __local float weights[TILE * PITCH], a_tile[STEP * PITCH], b_tile[STEP * PITCH], row_values[TILE];          \
+    __local float scratch[SIDE * SIDE];                                                                         \
+    const int x = get_local_id(0), y = get_local_id(1), item = y * SIDE + x;                                    \
+    const int row = item / PARTS, part = item % PARTS;                                                          \
+    const size_t across = (D + TILE - 1) / TILE, down = (T + TILE - 1) / TILE, tile = get_group_id(0) / across; \
+    const size_t column0 = get_group_id(0) % across * TILE, first = tile % down * TILE, head = tile / down;     \
     const size_t rows = min((size_t)TILE, (size_t)T - first);
 
 // sum = product of rows of a with rows of b, over all D

@@ -12,7 +12,7 @@ import pytest
 from clamp.bridge import Tensor
 from clamp.opencl.device import capabilities
 from clamp.ops import attention as package
-from clamp.ops.attention import attention, attention_backward, attention_decode, problem
+from clamp.ops.attention import attention, attention_backward, attention_decode, problem, tiled
 from clamp.ops.attention.matrix_units import MMA
 from tests.reference import HALF_DTYPES, assert_close, assert_same, quantize, to_device, to_numpy
 from tests.sweep import sweep
@@ -242,6 +242,21 @@ def test_empty(queue: cl.CommandQueue) -> None:
     for shape in ((0, 2, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)):
         found = computed(normal(queue, 0, shape, *["float16"] * 4), True, out_dtype="float16")
         assert [x.shape for x in found] == [shape, shape[:3], *[shape] * 3]
+
+
+@pytest.mark.once
+def test_more_heads_than_a_second_direction_takes(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's devices launch at most 65,535 work-groups in each direction but the first."""
+    sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for name in ("FORWARD", "BACKWARD_Q", "BACKWARD_KV"):
+        monkeypatch.setattr(tiled, name, lambda queue, *launch, **macros: sizes.append(launch[:2]))
+    q, k, v, g = normal(queue, 0, (1, 1, 1, 4), *["float32"] * 4)
+    many = dataclasses.replace(problem.problem_of(q, k, v, False, 1.0), heads=70_000)
+    tiled.forward(many, q, k, v, q, k)
+    tiled.backward(many, q, k, v, k, g, (q, k, v))
+    groups = [[all_ // own for all_, own in zip(*launch, strict=True)] for launch in sizes]
+    assert len(groups) == 3
+    assert all(np.prod(each) >= 70_000 and max(each[1:]) < 65_536 for each in groups)
 
 
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)

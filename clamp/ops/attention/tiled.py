@@ -27,11 +27,12 @@ def _side(problem: Problem) -> int:
     return 16 if device.max_work_group >= 256 and device.local_memory_bytes >= 32768 else 8
 
 
-def _launch(problem: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(global size, local size): work-group (tile of columns, tile of rows, head)."""
+def launch_of(problem: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(global size, local size): a work-group a tile of a head's columns and rows, all in the first direction."""
     side = _side(problem)
     tile = side * _PER_ITEM
-    return (-(-problem.width // tile) * side, -(-problem.length // tile) * side, problem.heads), (side, side, 1)
+    groups = -(-problem.width // tile) * -(-problem.length // tile) * problem.heads
+    return (groups * side, side, 1), (side, side, 1)
 
 
 def _macros(problem: Problem) -> dict[str, object]:
@@ -41,14 +42,14 @@ def _macros(problem: Problem) -> dict[str, object]:
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     """Writes the result over ``out`` and the log-sum-exps over ``lse``."""
     FORWARD(
-        q.queue, *_launch(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
+        q.queue, *launch_of(problem), q, k, v, out, lse, problem.length, problem.width, problem.scale, problem.causal,
         **_macros(problem),
     )  # fmt: skip
 
 
 def backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad: Tensor, grads: Gradients) -> None:
     """Writes the gradients of q, k and v over ``grads``."""
-    queue, sizes = q.queue, _launch(problem)
+    queue, sizes = q.queue, launch_of(problem)
     dq, dk, dv = grads
     arguments = (problem.length, problem.width, problem.scale, problem.causal)
     delta = bridge.empty(queue, q.shape[:3], "float32")
