@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 import queue
+import re
 import socket
 import sys
 import time
@@ -28,11 +29,14 @@ import numpy as np
 from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
-from clamp.interrupts import contextmanager
-from clamp.opencl.host_steps import HostValue, refuse, value_now
+from clamp.interrupts import contextmanager, undoing
+from clamp.opencl.host_steps import HostValue, recorder, refuse, value_now
 from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES, is_of_library
 from clamp.recordings.watch import Watch
+from clamp.recordings.watched_state import WatchedPart
+
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -61,11 +65,27 @@ class Attempt(KernelCapture):  # type: ignore[misc]
         self.why = ""  # it was given up; empty if it was not
         self.uploads: list[Upload] = []  # in the order in which they were made
         self.watch = watch
+        self.moved: dict[str, WatchedPart] = {}  # by steps on the host, by their names
+        self.read: dict[int, set[str]] = {}  # attributes of what steps on the host change, read outside of these
 
     def give_up(self, why: str) -> None:
         """Ends the recording and drops what it has; what runs on is not recorded."""
         self.why = self.why or why
         self.clear()
+
+    def stale_read(self) -> str:
+        """Returns what it may have read that steps on the host change, as each replay does again; empty if nothing."""
+        noted = {f"{name}.": self.read.get(key, _NOTHING) for key, (x, name) in self.watch.stepped.items()}
+
+        def is_read(label: str) -> bool:
+            label = label.removeprefix("len(")
+            for begin, names in noted.items():
+                if label.startswith(begin):
+                    return "__dict__" in names or re.split(r"\W", label.removeprefix(begin))[0] in names
+            return True  # it belongs to no object whose reads are noted
+
+        moved = (label for label, part in self.moved.items() if not (part.is_library or part.is_random))
+        return next(filter(is_read, moved), "")
 
     def upload(self, from_host: Callable[..., Tensor], given: HostValue, args: Any, kwargs: Any) -> Tensor:
         """Brings an array of the call's to the device, and notes it."""
@@ -122,6 +142,33 @@ def answers_refused(attempt: Attempt) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
+
+
+@contextmanager
+def reads_noted(attempt: Attempt) -> Iterator[None]:
+    """Inside the ``with``, notes what is read of optimizers and averages outside of steps on the host; not what clamp
+    looks at for itself."""
+
+    def noting(original: Any) -> Callable[[Any, str], Any]:
+        def __getattribute__(self: Any, name: str) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if id(self) in attempt.watch.stepped and recorder() is not None and not caller.startswith("clamp."):
+                attempt.read.setdefault(id(self), set()).add(name)
+            return original(self, name)
+
+        return __getattribute__
+
+    def put_back(cls: type, own: Any) -> None:
+        if own is not None:
+            cls.__getattribute__ = own  # type: ignore[method-assign]
+        elif "__getattribute__" in vars(cls):
+            del cls.__getattribute__
+
+    with undoing() as undo:
+        for cls in {type(x) for x, _ in attempt.watch.stepped.values()}:
+            undo.callback(put_back, cls, vars(cls).get("__getattribute__"))
+            cls.__getattribute__ = noting(cls.__getattribute__)  # type: ignore[assignment]
+        yield
 
 
 def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str, arg: Any) -> None:

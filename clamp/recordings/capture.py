@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -141,7 +141,9 @@ class _Recording:
     def host_step(self) -> AbstractContextManager[None]:
         """Around the run of a host step, which changes in every replay what it changes now."""
         capture = self._capture()
-        return Watch.following([capture.watch] if isinstance(capture, Attempt) else ())
+        if not isinstance(capture, Attempt):
+            return nullcontext()
+        return Watch.following([capture.watch], capture.moved)
 
     @property
     def _launches(self) -> list[CapturedKernelLaunch]:

@@ -45,11 +45,11 @@ class CodeNames:
             self._codes.append(function.__code__)
 
     def found_class(self, cls: type) -> None:
-        """A class, whose methods count if they are named somewhere, or called without a name."""
+        """A class, whose methods count if they are named somewhere, or called without a name, as ``build`` is."""
         for name, function in vars(cls).copy().items():
             if isinstance(function, FunctionType):
                 self._in_classes.add(id(function))
-                unnamed = name == "forward" or (name.startswith("__") and name != "__init__")
+                unnamed = name in ("forward", "build") or (name.startswith("__") and name != "__init__")
                 known = self._codes if unnamed else self._methods.setdefault(name, [])
                 known.append(function.__code__)
 

@@ -21,7 +21,7 @@ from clamp.interrupts import Flag, among, contextmanager, holding, of_threads
 from clamp.opencl.host_steps import is_host_value, recorder
 from clamp.params import delivery, gradient_marks, graphs, masters
 from clamp.recordings.arguments import PLAIN, Arguments, Key, around, leaves_of
-from clamp.recordings.attempt import Attempt, answers_refused
+from clamp.recordings.attempt import Attempt, answers_refused, reads_noted
 from clamp.recordings.capture import is_free, recording_of
 from clamp.recordings.gradients import Entries, Gradients, Known, Tokens
 from clamp.recordings.replayable import CannotReplay, Replayable, detached
@@ -243,7 +243,7 @@ class RecordedFunction:
         try:
             with self._variants.following(), self._noting_reached(), gradient_marks.noting_held() as held:
                 attempt.begin()
-                with answers_refused(attempt):
+                with answers_refused(attempt), reads_noted(attempt):
                     result = self.__wrapped__(*args, **kwargs)
                 if attempt.is_recording:
                     attempt.end()
@@ -290,6 +290,11 @@ class RecordedFunction:
             return (
                 f"it changes {change} itself, on the host, where a replay changes nothing. Do that outside of it, pass "
                 "what changes as an argument, or return it"
+            )
+        if stale := attempt.stale_read():
+            return (
+                f"it reads {stale}, which a step that it makes on the host changes, and a replay would go on with what "
+                "was there when it was recorded. Read it outside of it, and pass it as an argument"
             )
         now = call.leaves()
         if len(now) != len(leaves) or any(one is not other for one, other in zip(now, leaves, strict=True)):

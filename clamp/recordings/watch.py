@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -69,6 +69,7 @@ _FEW = 16  # objects in a container of more items that are looked into: they are
 _ABOUT_CODE = frozenset(
     {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__signature__", "_abc_impl"}
 )
+_IMMUTABLE = 1 << 8  # of a class's flags: Py_TPFLAGS_IMMUTABLETYPE, of those that are written in C
 _OF_TENSORS = frozenset(Tensor.__init__.__code__.co_names) | {"_backend"}
 _OF_NODES = frozenset(Node.__init__.__code__.co_names)
 
@@ -95,6 +96,7 @@ class Watch:
         self.optimizers: list[Any] = []  # that were met
         self.returned: tuple[Any, ...] = ()  # numbers, by the run that it was looked at after
         self.has_followed = False  # something that a pass has changed itself
+        self.stepped: dict[int, tuple[Any, str]] = {}  # optimizers, averages: what such steps change
         self._settings: list[tuple[Any, str, AbstractSet[str]]] = []  # of which only those count that the code names
         self._names = CodeNames()
         self._generators = generators
@@ -111,7 +113,10 @@ class Watch:
             for x, name, not_settings in found:
                 # Attributes that the code names: what it reads may decide, and what it writes would stay.
                 own, names = bridge.own_attributes(x), used - not_settings
-                self._variables(own, [key for key in list(own) if key in names], name)
+                is_named = names.__contains__
+                if self._generators and id(x) in self.stepped:  # of what steps change, the code may compute the names
+                    is_named = frozenset(own).difference(not_settings).__contains__
+                self._variables(own, [*filter(is_named, list(own))], name)
             self._walk()
 
     def holds(self) -> bool:
@@ -129,12 +134,16 @@ class Watch:
 
     @staticmethod
     @contextmanager
-    def following(watches: Iterable[Watch]) -> Iterator[None]:
-        """Around a pass, or a part of one: what it changes itself, a counter, a table that it makes, is no change."""
+    def following(watches: Iterable[Watch], moved: dict[str, WatchedPart] | None = None) -> Iterator[None]:
+        """Around a pass, or a part of one: what it changes itself, a counter, a table that it makes, is no change, and
+        is added to ``moved``."""
         before = [(watch, part, part.flags()) for watch in watches for part in watch._parts]
         yield
         for watch, part, agreed in before:
-            watch.has_followed |= part.follow(agreed)
+            followed = dict.fromkeys(part.follow(agreed), part)
+            watch.has_followed |= bool(followed)
+            if moved is not None:
+                moved.update(followed)
 
     # ------------------------------------------------------------------------------------------ the walk
 
@@ -161,7 +170,7 @@ class Watch:
             if not issubclass(kind, wrapt.ObjectProxy):
                 self._look_at_code(x, kind, name, root)
             elif hasattr(x, "_self_losses"):
-                self._note(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled")
+                self._note(lambda: (x._self_losses,), lambda *_: f"the number of losses that {name} has scaled", True)
             if issubclass(kind, wrapt.ObjectProxy) or "__wrapped__" in bridge.own_attributes(x):
                 self._push(x.__wrapped__, name)  # a function under a policy, or recorded; a wrapped optimizer
 
@@ -180,7 +189,7 @@ class Watch:
     def _look_at_code(self, x: Any, kind: type, name: str, root: bool) -> None:  # noqa: C901  (a case for each kind)
         """Functions, classes and objects."""
         if self._generators and issubclass(kind, GENERATORS):
-            self._note(lambda: (drawn(x),), lambda *_: name)
+            self._note(lambda: (drawn(x),), lambda *_: name, is_random=True)
         elif self._generators and is_library(kind) and hasattr(kind, "__next__"):
             self._note(lambda: position(x), lambda *_: name)
             # what zip, map or enumerate go through; not what a file has yet to write
@@ -193,8 +202,8 @@ class Watch:
             elif x is os.getenv:
                 self._push(os.environ, "os.environ")
         elif issubclass(kind, CACHED) and not is_library(x.__wrapped__):
-            for part in results_of(x):
-                self._push(part, f"what {name} returned")
+            if x.cache_info().currsize <= _LONGEST:
+                self._add(lambda: (*results_of(x),), lambda *_: f"what {name} returned")
             self._push(x.__wrapped__, name)
         elif issubclass(kind, _METHODS):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):
@@ -202,9 +211,13 @@ class Watch:
             self._push(bridge.own_attributes(x) or None, name)
         elif issubclass(kind, ContextVar):
             self._add(lambda: (x.get(None),), lambda *_: name)
+        elif issubclass(kind, Context):
+            self._add(lambda: (*x.values(),), lambda *_: name)
         elif issubclass(kind, threading.local):  # what this thread has of it: a new one may have an ended one's number
             self._mapping(partial(threading.local.__getattribute__, x, "__dict__"), lambda key: f"{name}.{key}")
             self._push(kind, name)
+        elif issubclass(kind, weakref.finalize):
+            self._note(lambda: (x.alive,), lambda *_: f"{name}.alive")
         elif issubclass(kind, (weakref.ReferenceType, *weakref.ProxyTypes)):
             self._through(x, name)
         elif issubclass(kind, type):
@@ -215,6 +228,7 @@ class Watch:
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
             self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
             self.optimizers.append(x)
+            self._is_stepped(x, name)
             self._settings.append((x, name, {"params"}))
         elif issubclass(kind, ModuleType):  # that an object or an argument holds
             if not is_of_library(x.__name__):
@@ -245,6 +259,8 @@ class Watch:
                 self._push(cls, name)
 
     def _object(self, x: Any, kind: type, name: str) -> None:
+        if kind.__module__ == "netcl.optim.ema":  # its update is a step on the host, too
+            self._is_stepped(x, name)
         slots = bridge.slots_of(kind)
         if not (slots or bridge.own_attributes(x) or not is_library(kind)):
             return
@@ -254,6 +270,10 @@ class Watch:
             self._mapping(lambda: bridge.values_in(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
+
+    def _is_stepped(self, x: Any, name: str) -> None:
+        if not type(x).__flags__ & _IMMUTABLE:
+            self.stepped[id(x)] = x, name
 
     def _attributes(self, x: Any, own: dict[str, Any], name: str) -> None:
         """Watches an object's dict."""
@@ -397,11 +417,12 @@ class Watch:
                 self._push(value, label(seen, index))
 
     def _note(
-        self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False
-    ) -> Values:
+        self, read: Callable[[], Values], label: Callable[[Values, int], str], is_library: bool = False,
+        is_random: bool = False,
+    ) -> Values:  # fmt: skip
         """Notes a place; what is there now. What is pushed is to come from this: another thread, a trace or a
         collection may change the place meanwhile, and what is seen and what is looked into would be two states."""
-        self._parts.append(WatchedPart(read, label, read(), is_library))
+        self._parts.append(WatchedPart(read, label, read(), is_library, is_random))
         return self._parts[-1].seen
 
     def _push(self, x: Any, name: str) -> None:

@@ -11,7 +11,7 @@ import itertools
 import random
 import weakref
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from mmap import mmap
 from operator import is_, length_hint
@@ -36,6 +36,7 @@ class WatchedPart:
     label: Callable[[Values, int], str]  # how a user would write the value with this number, among these values
     seen: Values  # the values that were there
     is_library: bool = False  # whether a library's code keeps them for itself: netcl's layers, in their attributes
+    is_random: bool = False  # whether it is a generator's state: who draws from it changes it
 
     def agrees(self) -> bool:
         now, seen = self.read(), self.seen
@@ -52,15 +53,18 @@ class WatchedPart:
             return self.label((), 0)
         return self.label(self.seen, flags.index(False))
 
-    def follow(self, flags: list[bool] | None) -> bool:
-        """Takes over the values that agreed before, as ``flags`` says, and do not any more; returns whether there are
-        any."""
+    def follow(self, flags: list[bool] | None) -> Iterator[str]:
+        """Takes over the values that agreed before, as ``flags`` says, and do not any more; returns their labels."""
         now, before = self.read(), self.seen
-        if flags is not None and len(now) == len(self.seen):
-            self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, self.seen, flags, strict=True))
+        if flags is not None and len(now) == len(before) == len(flags):
+            self.seen = tuple(new if agreed else old for new, old, agreed in zip(now, before, flags, strict=True))
         elif flags is not None and all(flags):
             self.seen = now
-        return len(before) != len(self.seen) or not all(map(is_same, self.seen, before))
+        if len(before) != len(self.seen):
+            yield self.label((), 0)
+        else:
+            moved = (index for index, pair in enumerate(zip(self.seen, before, strict=True)) if not is_same(*pair))
+            yield from (self.label(before, index) for index in moved)
 
 
 def is_same(now: Any, seen: Any) -> bool:

@@ -1091,21 +1091,95 @@ def test_counts_that_replays_raise_themselves_do_not_end_them(queue: cl.CommandQ
     assert (made, counted) == (2, count)
 
 
-def test_what_goes_by_whether_a_count_is_even_is_noticed(queue: cl.CommandQueue) -> None:
-    """The optimizer's, which every replay raises."""
-    x, optimizer = to_device(queue, np.ones((3, 4))), Adam(mlp(queue, 4, 4).parameters())
-    amp.init(dtype="float32")
+class Counting(Adam):
+    """Keeps a list of its steps."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.steps: list[int] = []
+
+    def step(self) -> None:
+        super().step()
+        self.steps.append(self.t)
+
+
+READS: dict[str, Callable[[Any, Any], int]] = {
+    "t": lambda optimizer, _: optimizer.t,
+    "a computed name": lambda optimizer, _: getattr(optimizer, chr(116)),
+    "its dict": lambda optimizer, _: vars(optimizer)["t"],
+    "a list of its own": lambda optimizer, _: len(optimizer.steps),
+    "the count of an average": lambda _, average: average.step_count,
+    "a method of an average": lambda _, average: int(2 / average.current_decay()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=list(READS))
+def test_a_count_that_steps_raise_is_never_replayed(queue: cl.CommandQueue, read: Callable[[Any, Any], int]) -> None:
+    """The factor is another one in one of ten calls, which is not compared."""
+    data = batch(queue, 3, 4, 4)
+
+    def play(record: Callable[[Step], Any]) -> list[Any]:
+        model = mlp(queue, 4, 4)
+        optimizer, average = Counting(model.parameters()), ModelEMA(model, decay=0.9)
+
+        @record
+        def step() -> Node:
+            loss = ag.mul(loss_of(model, data), 2.0 if read(optimizer, average) % 10 == 5 else 1.0)
+            scaled_backward(handle, loss, optimizer)
+            optimizer.step()
+            average.update()
+            return loss
+
+        with amp.init(dtype="float32") as handle:
+            return [step().value.to_host() for _ in range(12)]
+
+    eager = play(lambda step: step)
+    with pytest.warns(UserWarning, match="it reads .*, which a step that it makes on the host changes"):
+        assert_same(play(amp.record), eager)
+
+
+def test_a_count_of_a_graphs_optimizer_is_never_replayed(queue: cl.CommandQueue) -> None:
+    class Train(Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp(queue, 4, 4)
+            self.optimizer = Adam(self.model.parameters())
+            self.add_optimizer(self.optimizer)
+
+        def build(self, x: Node, y: Node) -> Node:
+            loss = ag.mul(loss_of(self.model, (x.value, y.value)), float(self.optimizer.t % 10 != 5))
+            loss.backward()
+            return loss
+
+    with amp.init(dtype="float32"):
+        train, data, losses = Train(), batch(queue, 3, 4, 4), []
+        losses.append(train(*data).to_host())
+        with pytest.warns(UserWarning, match=r"it reads the graph's optimizers\[0\]\.t, which a step"):
+            losses.append(train(*data).to_host())
+        losses += [train(*data).to_host() for _ in range(7)]
+    assert [number for number, loss in enumerate(losses) if not loss.any()] == [5]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_step_that_counts_is_replayed_where_only_it_reads_that(queue: cl.CommandQueue, is_shared: bool) -> None:
+    model, data, count = mlp(queue, 4, 4), batch(queue, 3, 4, 4), [0]
+    optimizer = Counting(model.parameters())
+    optimizer.steps = count if is_shared else [0]
 
     @amp.record
     def step() -> Node:
+        loss = ag.mul(loss_of(model, data), float(len(count) % 10 != 5))
+        scaled_backward(handle, loss, optimizer)
         optimizer.step()
-        return ag.mul(ag.tensor(x), float(optimizer.t % 2))
+        return loss
 
-    with ag.no_grad(), pytest.warns(UserWarning, match="computes something else now than its recording") as said:
-        is_right = [step().value.to_host()[0, 0] == number % 2 for number in range(1, 25)]
-    assert "It is not recorded any more" in str(said[-1].message)
-    assert is_right.count(False) <= 4
-    assert all(is_right[12:])
+    with amp.init(dtype="float32") as handle, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            step()
+    assert len(optimizer.steps) == 10
+    assert step.recordings == (not is_shared)
+    assert any("without a recording" in str(warning.message) for warning in said) == is_shared
 
 
 def test_the_warning_names_what_keeps_calls_from_replaying(queue: cl.CommandQueue) -> None:

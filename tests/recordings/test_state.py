@@ -23,7 +23,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from os import environ, getenv
 from pathlib import Path
@@ -309,6 +309,30 @@ def in_a_cached_dict(cached: Callable[..., Any]) -> Callable[[], Case]:
 
 CASES["in_a_dict_kept_by_a_cache"] = in_a_cached_dict(functools.cache)
 CASES["in_a_dict_kept_by_a_bounded_cache"] = in_a_cached_dict(functools.lru_cache)
+
+
+@case
+def returned_by_a_cache_that_is_cleared() -> Case:
+    settings = Settings()
+    cached = functools.cache(lambda: settings.k)
+    settings.k = 1.0
+
+    def change(value: float) -> None:
+        cached.cache_clear()
+        settings.k = value
+        cached()
+        settings.k = 1.0
+
+    return cached, change
+
+
+@case
+def of_a_context() -> Case:
+    variable, context = ContextVar("variable", default=1.0), copy_context()
+    return (lambda: context.get(variable, 1.0)), lambda value: context.run(variable.set, value)
+
+
+CASES["of_a_finalizer"] = behind(lambda x: weakref.finalize(x, int), lambda end: 1.0 if end.alive else 5.0)
 
 
 @case
