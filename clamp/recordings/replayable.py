@@ -167,6 +167,9 @@ class Replayable:
             return "it brings other arrays to the device"
         given = [*(call.tensors[index] for index in self._inputs), *entries.found(self._entered)]
         why = difference(self.plan, attempt, given, [upload.tensor for upload in attempt.uploads])
+        unknown = self.plan.unknown_tensors
+        if unknown and (why or any(tensor() is None for tensor in unknown)):
+            return f"it reads other tensors than before, from an iterator say{why and f': {why}'}"
         by_tensor = {id(tensor): grad for tensor, grad in zip(self.trained, exits, strict=True)}
         left = [by_tensor[id(tensor)] for tensor in self._touched]
         if not why and self._outcome_of(attempt, call, result, left, entries.aliases) != self._outcome:
@@ -205,8 +208,10 @@ class Replayable:
     @property
     def is_due(self) -> bool:
         """Returns whether this call is to be run and compared (comparison.py): the 2nd, 4th, 8th, ... and every
-        1,000th."""
-        return self.calls > 1 and (self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0)
+        1,000th; the first, too, where launches read tensors of which nobody knows where the code has them from."""
+        if self.calls == 1:
+            return bool(self.plan.unknown_tensors)
+        return self.calls & (self.calls - 1) == 0 or self.calls % 1000 == 0
 
     def misfit(self, inputs: Sequence[Tensor], known: Known) -> str:
         """Returns why a call with these tensors, and the gradients that are there, cannot replay it; empty if it

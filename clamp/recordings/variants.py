@@ -7,13 +7,12 @@ the state is still the same; all others replay that, for as long as the state st
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from clamp.bridge import Tensor, address_of
+from clamp.bridge import address_of
 from clamp.recordings.arguments import Key, what_differs
 from clamp.recordings.replayable import Replayable
 from clamp.recordings.watch import Watch
@@ -28,15 +27,11 @@ _UNREPAID = 48  # recordings after which each must have been replayed three time
 _RETRIES = 8  # recordings in a row of one kind that no call could use
 
 
-UnknownTensors = Sequence["weakref.ref[Tensor]"]  # as ReplayPlan.unknown_tensors
-
-
 @dataclass
 class _Kind:
     """The calls of one key."""
 
     ran: Watch | None = None  # the state after the last run
-    unconfirmed: Replayable | None = None  # recorded, and not replayed before another recording uses the same tensors
     kept: list[Replayable] = field(default_factory=list)
     unused: int = 0  # recordings since the last replay
     why: str = ""  # what kept the last call from replaying
@@ -123,8 +118,7 @@ class Variants:
         """
         if self._never:  # a backward meanwhile
             return
-        kind, unknown_tensors = self._kind(key), recorded.plan.unknown_tensors
-        new, old = _changed_tensors(unknown_tensors, kind.unconfirmed)
+        kind = self._kind(key)
         self._made += 1
         if self._made >= _UNREPAID and self._replays < 3 * self._made:
             self._stop(kind.why or self._difference(key))
@@ -135,14 +129,8 @@ class Variants:
             self.run_always(key, f"{self._code} puts a new tensor in place of one that it reads, and a replay cannot")
         elif kind.unused >= _RETRIES:
             self.run_always(key, kind.why)
-        elif any(x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype) for x in new for y in old):
-            self.run_always(key, f"{self._code} reads other tensors than before, from an iterator say")
         else:
             kind.unused += 1
-            if unknown_tensors and (kind.unconfirmed is None or new or old):
-                kind.unconfirmed = recorded
-                return
-            kind.unconfirmed = None
             if are_steps_withheld():
                 self._of_dry_runs.append(recorded)
             kind.kept = [*kind.kept[1 - _PER_KEY :], recorded]
@@ -181,7 +169,7 @@ class Variants:
         """
         kind = self._kind(key)
         kind.kept.clear()
-        kind.unconfirmed, kind.never = None, True
+        kind.never = True
         if why is not None:
             self._warn(why)
 
@@ -223,13 +211,3 @@ class Variants:
             f"From now on {self._code} runs without a recording: correct, but slower. Pass what changes as a tensor, "
             f"and keep what {self._code} does not need out of it."
         )
-
-
-def _changed_tensors(
-    unknown_tensors: UnknownTensors, unconfirmed: Replayable | None
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Returns tensors of unknown origin that one recording uses and the one before does not, and the reverse."""
-    now = [ref() for ref in unknown_tensors]
-    earlier = [ref() for ref in ([] if unconfirmed is None else unconfirmed.plan.unknown_tensors)]
-    new = [x for x in now if x is None or all(x is not y for y in earlier)]
-    return new, [y for y in earlier if y is None or all(x is not y for x in now)]
