@@ -357,6 +357,16 @@ def test_a_step_that_is_interrupted_in_a_repeat_can_be_called_again(
     assert task.moved - moved == 2.0**20
 
 
+@pytest.mark.parametrize("fails", [1, 2, 3, 4])
+def test_whoever_reads_a_gradient_after_a_repeat_that_failed_has_it_repeated(
+    task: Task, handle: amp.AmpHandle, fails: int
+) -> None:
+    to_an_overflow(task, handle)
+    with failing_read(fails, MemoryError), pytest.raises(MemoryError):
+        task.weight.grad.to_host()
+    assert task.gradient == 2.0**20
+
+
 @pytest.mark.parametrize("big", range(3))
 def test_each_pass_of_an_accumulation_is_repeated_by_itself(task: Task, handle: amp.AmpHandle, big: int) -> None:
     sizes = [1.0] * 3
@@ -379,6 +389,51 @@ def test_hysteresis_counts_steps_that_were_repeated(task: Task, hysteresis: int)
             task.optimizer.step()
             assert handle.last_step.stepped
             assert handle.loss_scale == (64.0 if number < hysteresis else 16.0)
+
+
+def test_no_scale_below_the_least_is_tried(task: Task) -> None:
+    with amp.init(loss_scale=amp.ScaleRule(initial=8.0, min=3.0)) as handle:
+        task.step(handle, 40000.0)  # overflows at 4
+        assert (handle.last_step.stepped, handle.loss_scale, task.moved) == (True, 3.0, 40000.0)
+
+
+def test_a_step_after_one_that_was_skipped_is_repeated(task: Task, handle: amp.AmpHandle) -> None:
+    for size in (np.inf, 2.0**20):
+        task.step(handle, size)
+        task.optimizer.zero_grad()
+    assert [report.repeats > 0 for report in handle.history] == [report.stepped for report in handle.history]
+    assert task.moved == 2.0**20
+
+
+def test_a_pass_waits_with_its_repeats_where_the_scale_has_proved_itself(task: Task, handle: amp.AmpHandle) -> None:
+    late = []
+    for size in (1.0, 1.0, 2.0**20, 1.0, 1.0):
+        task.backward(handle, size)
+        late.append(is_anything_late())
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+    assert late == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_scale_that_is_set_between_pass_and_step_stays(task: Task, handle: amp.AmpHandle, load: bool) -> None:
+    state = amp.state_dict()
+    to_an_overflow(task, handle)
+    before = task.moved
+    if load:
+        amp.load_state_dict(state)
+    else:
+        handle.scalers[0].set_scale(2.0**16)
+    task.optimizer.step()
+    assert not handle.last_step.stepped
+    assert (handle.loss_scale, task.moved) == (2.0**16, before)
+
+
+def test_gradients_of_another_scale_are_there_for_each_repeat(task: Task, handle: amp.AmpHandle) -> None:
+    amp.GradScaler(8.0).scale(task.loss()).backward()
+    task.step(handle, 2.0**20)
+    assert handle.last_step.repeats > 1
+    assert task.moved == 2.0**20 + 1
 
 
 def writes(task: Task, handle: amp.AmpHandle) -> None:
@@ -742,6 +797,21 @@ def test_a_repeat_may_wait_for_a_pass_of_another_thread(task: Task, handle: amp.
     assert [report.reason for report in handle.history if not report.stepped] == []
     assert (task.moved, other.moved) == (2.0**20 + clean * 2.0**-4, 2.0**22)
     assert handle.loss_scale == 2.0**-6  # 2^21 times this is the largest power of two in float16
+
+
+def test_a_scale_that_another_thread_sets_during_a_repeat_stays(task: Task, handle: amp.AmpHandle) -> None:
+    calls = list[None]()
+    with ThreadPoolExecutor(1) as thread:
+
+        def block(x: Node) -> Node:
+            calls.append(None)
+            if len(calls) == 3:  # forward, backward, and here a repeat
+                thread.submit(handle.scalers[0].set_scale, 2.0**10).result(timeout=20)
+            return ag.mul(x, 1.0)
+
+        scaled_backward(handle, checkpointed(task, block, 2.0**20), task.optimizer)
+    task.optimizer.step()
+    assert (handle.loss_scale, task.moved) == (2.0**10, 2.0**20)
 
 
 def test_passes_of_tasks_that_take_turns_are_repeated(task: Task, handle: amp.AmpHandle) -> None:
