@@ -8,6 +8,12 @@
 //          work-item 0         work-item 1                      last work-item
 //     y  |----- span -----|----- span -----|  ...  |-- blocks of 16 --|-- rest --|
 //
+//          On a CPU, where every operand is bfloat16 as y is, elements come as 16 words of two (WORDS): a shift widens
+//          the lower halves, a mask the upper ones, and one instruction puts the results of both together.
+//
+//             word 0   word 1         word 15
+//             | 0  1 | 2  3 |  ...  | 30 31 |     lower: elements 0, 2, .. 30; upper: 1, 3, .. 31
+//
 //   STRIDED 1   y is rows of `inner` elements, for example x[3][40] + bias[40]:
 //
 //             |---16---|---16---|--8--|      A block inside a row reads 16 elements of an operand at once, or one
@@ -233,6 +239,35 @@ static inline float16 load_part_i32(__global const int *p, size_t i, size_t end,
         }                                        \
     }
 
+#define WORDS 0
+#if defined(ON_CPU) && !STRIDED
+#define IN_WORDS_f32 0
+#define IN_WORDS_f16 0
+#define IN_WORDS_i32 0
+#define IN_WORDS_bf16 1
+#define IN_WORDS_arg 1
+#define AND_IN_WORDS(T, STEP, x, at, v, lanes, column) && CAT(IN_WORDS_, T)
+#if CAT(IN_WORDS_, Y_T) EACH(AND_IN_WORDS)
+#undef WORDS
+#define WORDS 1
+#endif
+#endif
+
+#if WORDS
+#define lower_bf16(p, i) as_float16(LOAD_ANY(uint16, (__global const uint *)((p) + (i))) << 16)
+#define upper_bf16(p, i) as_float16(LOAD_ANY(uint16, (__global const uint *)((p) + (i))) & 0xffff0000u)
+#define lower_arg load16_arg
+#define upper_arg load16_arg
+#define LOAD_LOWER(T, STEP, x, at, v, lanes, column) v = STEP ? CAT(lower_, T)(x, i) : VEC(LOAD(T, x, at));
+#define LOAD_UPPER(T, STEP, x, at, v, lanes, column) v = STEP ? CAT(upper_, T)(x, i) : VEC(LOAD(T, x, at));
+
+// As bf16_bits16, in the upper halves of words.
+static inline uint16 round_words(float16 v) {
+    const uint16 u = as_uint16(v);
+    return select(u + 0x7fffu + ((u >> 16) & 1u), u | 0x400000u, as_uint16(isnan(v)));
+}
+#endif
+
 __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_, PARAMETERS) const ulong span,
                           const ulong n
 #if STRIDED
@@ -287,12 +322,21 @@ __kernel void elementwise(EACH(INPUT) __global STORAGE(Y_T) *y, CAT(PARAMETERS_,
         STORE_PART(Y_T, RESULT, y, i, end);
     }
 #else
+#if WORDS
+    for (; i + 32 <= end; i += 32) {
+        EACH(LOAD_LOWER)
+        const uint16 lower = round_words(RESULT);
+        EACH(LOAD_UPPER)
+        STORE_ANY(uint16, lower >> 16 | (round_words(RESULT) & 0xffff0000u), (__global uint *)(y + i));
+    }
+#else
     for (; i + 16 <= end; i += 16) {
         const size_t col = i;
         EACH(LOAD_BLOCK)
         STORE16(Y_T, RESULT, y, i);
     }
-    if (i < end) {
+#endif
+    for (; i < end; i += 16) {
         const size_t col = i, inner = n;
         EACH(LOAD_REST)
         STORE_PART(Y_T, RESULT, y, i, end);

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pyopencl as cl
 import pytest
@@ -210,11 +211,27 @@ def test_mixed_types(queue: cl.CommandQueue, op: str, first: str, last: str) -> 
     check(queue, op, samples(op, count, (35,)), (first, last, first)[:count], last)
 
 
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1009, 4097])
+@pytest.mark.parametrize("types", [("float16", "float32", "float16"), ("bfloat16",) * 3], ids="+".join)
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 31, 32, 63, 1009, 4097])
 @pytest.mark.parametrize("op", ["relu", "mul", "where"])
-def test_sizes(queue: cl.CommandQueue, op: str, size: int) -> None:
+def test_sizes(queue: cl.CommandQueue, op: str, size: int, types: tuple[str, ...]) -> None:
     count = OPS[op][0]
-    check(queue, op, samples(op, count, (size,)), ("float16", "float32", "float16")[:count], "float16")
+    check(queue, op, samples(op, count, (size,)), types[:count], types[0])
+
+
+@pytest.mark.unsimulated
+def test_products_of_all_bfloat16_are_rounded_to_nearest_even(queue: cl.CommandQueue) -> None:
+    x = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        expected = (x * np.float32(0.71)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    actual = to_numpy(elementwise("mul", "bfloat16", to_device(queue, x, "bfloat16"), 0.71))
+    kept = ~(np.abs(expected) < 2.0**-126)  # devices may flush subnormal numbers
+    np.testing.assert_array_equal(actual[kept], expected[kept])
+
+
+def test_a_nan_of_all_bits_stays_one(queue: cl.CommandQueue) -> None:
+    nan = float(np.array(0x7FFFFFFF, np.uint32).view(np.float32))  # rounded as a number, it would be -0
+    assert np.isnan(to_numpy(elementwise("add", "bfloat16", to_device(queue, np.ones(48), "bfloat16"), nan))).all()
 
 
 @pytest.mark.parametrize("dtype", SPECIAL_DTYPES)
@@ -341,14 +358,14 @@ def test_any_shapes_that_broadcast(queue: cl.CommandQueue, data: st.DataObject) 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_numbers_on_either_side(queue: cl.CommandQueue, dtype: str) -> None:
-    values = np.array([0.5, -2.0, 3.0])
+    values = np.array([0.5, -2.0, 3.0] * 12)
     x = to_device(queue, values, dtype)
     assert_close(elementwise("sub", dtype, x, 2.0), values - 2)
     assert_close(elementwise("sub", dtype, 2.0, x), 2 - values)
     assert_close(elementwise("div", dtype, 1.0, x), 1 / values)
     assert_close(elementwise("lt", dtype, 0.0, x), values > 0)
-    assert_close(elementwise("add", dtype, x, 1e300), np.full(3, np.inf))
-    assert_close(elementwise("where", dtype, x, -1.0, 7.0), np.full(3, -1.0))
+    assert_close(elementwise("add", dtype, x, 1e300), np.full(36, np.inf))
+    assert_close(elementwise("where", dtype, x, -1.0, 7.0), np.full(36, -1.0))
 
 
 def test_a_new_number_compiles_nothing(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
