@@ -46,6 +46,20 @@ def whole_of(storage: Any) -> Any:
         return storage
 
 
+def span_of(storage: Any) -> tuple[int, int, int]:
+    """The memory that some is a part of, and its bytes in there, from one to before another; shared virtual memory is
+    one.
+
+    Raises:
+        cl.LogicError: a runtime does not name the whole, whose owner has let go of it (Intel's).
+    """
+    size = storage.size
+    if isinstance(storage, cl.SVM | cl.SVMAllocation):
+        return 0, storage.svm_ptr, storage.svm_ptr + size
+    whole: Any = storage.get_info(cl.mem_info.ASSOCIATED_MEMOBJECT) or storage
+    return whole.int_ptr, storage.offset, storage.offset + size
+
+
 _count_set_aside = gc.get_freeze_count
 
 

@@ -350,6 +350,11 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return made
 
 
+def storage_of(tensor: Tensor) -> Any:
+    """Returns a tensor's memory; None of one that would take, or compute, some if it were asked."""
+    return None if hasattr(type(tensor), "buffer") else tensor.buffer
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory a view shows; None of what is no view."""
     return getattr(tensor, "_base", None)

@@ -321,20 +321,12 @@ def _twice(optimizer: Any) -> str:
 
 def _are_apart(storages: Sequence[Any]) -> bool:
     """Returns whether no two of these share memory: netcl's step would update it twice, one after the other."""
-    spans: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[int, list[list[int]]] = {}
     try:
         for storage in storages:
-            whole, begin = _place(storage)
-            spans.setdefault(whole, []).append((begin, begin + storage.size))
+            whole, *span = bridge.span_of(storage)
+            spans.setdefault(whole, []).append(span)
     except cl.LogicError:  # Intel's runtime does not name the whole any more once its owner has let go of it
         return False
     ordered = [sorted(of_whole) for of_whole in spans.values()]
     return all(end <= begin for of_whole in ordered for (_, end), (begin, _) in pairwise(of_whole))
-
-
-def _place(storage: Any) -> tuple[int, int]:
-    """The memory that storage is a part of, and where that begins; shared virtual memory is one."""
-    if isinstance(storage, cl.SVM):
-        return 0, storage.svm_ptr
-    whole: Any = storage.get_info(cl.mem_info.ASSOCIATED_MEMOBJECT) or storage
-    return whole.int_ptr, storage.offset

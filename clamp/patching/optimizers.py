@@ -22,7 +22,7 @@ from clamp.params import gradient_marks, masters, updates
 from clamp.patching.patch_registry import meets, meets_in_optimizers
 from clamp.patching.tensors import in_place
 from clamp.patching.wrap import Wrapper
-from clamp.scaling.dynamic_scale import settle_late
+from clamp.scaling.dynamic_scale import settle_before_reading, settle_late
 from clamp.scaling.manual import begin_anew
 
 
@@ -64,10 +64,10 @@ def _clipped(own: Any, optimizer: Any, max_norm: float | None = None) -> Any:
 @meets_in_optimizers("zero_grad")
 def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """An optimizer's ``zero_grad``, which knows the masters' gradients only: the models' go as well."""
+    host_step(partial(begin_anew, optimizer))  # before: they are still there for a repeat, and who holds one has it
     result = wrapped(*args, **kwargs)
     if hasattr(optimizer, "params"):
         masters.clear_gradients(optimizer)
-    host_step(partial(begin_anew, optimizer))
     return result
 
 
@@ -166,6 +166,7 @@ def clip_gradients(wrapped: Any, instance: None, /, params: Iterable[Tensor], *a
     """
     params = list({id(param): param for param in params}.values())
     host_step(settle_late)
+    settle_before_reading([param.grad for param in params if param.grad is not None], {})  # another thread's
     gradient_marks.require_ready(
         params,
         f"{wrapped.__name__}()",

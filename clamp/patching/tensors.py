@@ -17,9 +17,9 @@ from clamp.opencl.device import require_answer, require_usable
 from clamp.ops.arguments import saturated
 from clamp.params import delivery, gradient_marks, masters
 from clamp.params.weight_cache import weight_cache
-from clamp.patching.patch_registry import WRAPPERS, meets, replaces
+from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import Wrapper, written, written_places
-from clamp.scaling.dynamic_scale import settle_late
+from clamp.scaling.dynamic_scale import settle_before_use, settle_late
 from clamp.scaling.step_report import is_called_by_user, warn_user
 
 Arguments = tuple[Any, ...]
@@ -73,10 +73,6 @@ def as_it_is(wrapped: Any, instance: Any, args: Arguments, kwargs: Keywords) -> 
     return wrapped(*args, **kwargs)
 
 
-for _name in ("write", "copy", "fill"):
-    WRAPPERS[f"netcl.core.transfer.{_name}"] = as_it_is
-
-
 @replaces("netcl.amp.maybe_cast_tensor")
 def keep_tensor(own: Any, tensor: Tensor) -> Tensor:
     """In place of netcl's own autocast, which would hand out 16-bit copies that no gradient reaches: clamp's ops cast
@@ -119,8 +115,7 @@ def _meets_host(tensor: Tensor, what: str) -> None:
     all. Says once for a loss scale that gradients are not the true ones yet."""
     if bridge.on_device(tensor):
         require_answer(tensor.queue)
-    if gradient_marks.is_unscaled(tensor):
-        settle_late()
+        settle_before_use([bridge.storage_of(tensor)])
     scale = gradient_marks.scale_of(tensor)
     if scale is None or not delivery.waiting():  # who scales by hand knows
         return
@@ -168,3 +163,10 @@ def from_shape(
 def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
     """netcl's way to read bfloat16 as float32, which is what ``to_host`` gives already."""
     return t.to_host()
+
+
+@meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill", "netcl.core.transfer.read")
+def transfer(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> Any:
+    """netcl's copies and fills: what becomes known of the pass of a gradient that they read or write is heard before."""
+    settle_before_use(x for x in (*args, *kwargs.values()) if isinstance(x, cl.MemoryObjectHolder | cl.SVM))
+    return wrapped(*args, **kwargs)

@@ -28,7 +28,7 @@ from clamp.recordings.replayable import CannotReplay, Replayable, detached
 from clamp.recordings.variants import Variants
 from clamp.recordings.watch import Watch
 from clamp.recordings.watched_state import is_same
-from clamp.scaling.dynamic_scale import settle_late
+from clamp.scaling.dynamic_scale import settle_before_reading, settle_late
 from clamp.scaling.manual import stages
 from clamp.scaling.step_report import warn_user
 
@@ -132,6 +132,7 @@ class RecordedFunction:
             return self.__wrapped__(*args, **kwargs)
         session.ensure_patched()
         settle_late()  # before the lock, which another thread may want that repeats its backward, and is waited for
+        settle_before_reading(args, kwargs)
         with self._lock, holding(_inside, "on", True):
             return self._call(Arguments(args, kwargs, self._positional, self._of_gradients))
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import pyopencl as cl
+
+from clamp import bridge
+from clamp.bridge import Tensor
 from clamp.casting.arguments import tensors_in
 from clamp.interrupts import holding, of_threads
 from clamp.ops.loss_scale import ADJUST, UPDATE, ScaleState, scale_lock
-from clamp.params.gradient_marks import is_unscaled
 from clamp.scaling.loss_scale import LossScale, NoLossScale, check_masks, count, positive
 
 
@@ -187,22 +192,55 @@ class Outcome:
 
     Args:
         settle: waits for what has become of the pass. Called again, where it has raised an error.
+        left: the gradients that the pass has left. Whoever reads what lies in their memory needs to know.
     """
 
-    def __init__(self, settle: Callable[[], object]) -> None:
+    def __init__(self, settle: Callable[[], object], left: Iterable[Tensor] = ()) -> None:
         self._settle: Callable[[], object] | None = partial(copy_context().run, settle)  # of no pass that is open there
         self._lock = threading.RLock()  # who needs the gradients waits for those who make them: one for each pass
+        self._left = list(left)
+        _unheard[id(self)] = weakref.ref(self, partial(_forget, id(self)))
 
     def hear(self) -> None:
-        """Hears it, or waits until another thread has."""
+        """Hears it, or waits until another thread has. What hears it, does not wait for itself."""
         with self._lock:
-            if self._settle is not None:
-                self._settle()
-                self._settle = None
+            settle, self._settle = self._settle, None
+            try:
+                if settle is not None:
+                    settle()
+            except BaseException:
+                self._settle = settle
+                raise
+            if settle is not None:
+                self.forget()
 
     def forget(self) -> None:
         """Nobody hears it."""
         self._settle = None
+        _unheard.pop(id(self), None)
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int, int]]:
+        return sorted(bridge.span_of(grad.buffer) for grad in self._left)
+
+    def is_of(self, storage: Any) -> bool:
+        """Returns whether a gradient that the pass has left lies in this memory, or in a part of it."""
+        try:
+            whole, begin, end = bridge.span_of(storage)
+            place = bisect(self._spans, (whole, begin, end))
+        except cl.LogicError:  # it may be, or not
+            return True
+        near = self._spans[max(place - 1, 0) : place + 1]
+        return any(of == whole and low < end and begin < high for of, low, high in near)
+
+
+#: Outcomes, of all threads, that nobody has heard yet, by id; held by guards, and by the threads whose they are.
+_unheard: dict[int, weakref.ref[Outcome]] = {}
+
+
+def _forget(key: int, ref: weakref.ref[Outcome]) -> None:
+    if _unheard.get(key) is ref:  # another one may have its id by now
+        del _unheard[key]
 
 
 class _Outcomes(threading.local):
@@ -214,10 +252,10 @@ class _Outcomes(threading.local):
 _thread = of_threads(_Outcomes())
 
 
-def settle_later(settle: Callable[[], object]) -> Outcome:
+def settle_later(settle: Callable[[], object], left: Iterable[Tensor] = ()) -> Outcome:
     """Lets this thread call ``settle()``, which waits for what has become of a pass, when somebody needs to know; or
-    another one, by what this returns."""
-    _thread.late.append(Outcome(settle))
+    another one, by what this returns, or if it reads one of the gradients that the pass has ``left``."""
+    _thread.late.append(Outcome(settle, left))
     return _thread.late[-1]
 
 
@@ -238,16 +276,28 @@ def settle_late(another: Outcome | None = None) -> None:
             another.hear()
 
 
+def settle_before_use(storages: Iterable[Any]) -> None:
+    """Hears what has become of a pass, of whichever thread, if a gradient that it has left lies in this memory, or in a
+    part of it: what is computed from that, a step by hand, say, must not be of an overflow that is yet to be
+    repeated."""
+    if not _unheard or _thread.is_settling:
+        return
+    outcomes = [outcome for ref in list(_unheard.values()) if (outcome := ref()) is not None]
+    for storage in storages:
+        for outcome in outcomes if storage is not None else ():
+            if outcome.is_of(storage):
+                settle_late(outcome)
+
+
 def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """Hears what has become of this thread's passes, if a gradient that one of them has left is among the arguments of
-    a call: what is computed from it, a step by hand, say, must not be of an overflow that is yet to be repeated."""
-    if _thread.late and any(map(is_unscaled, tensors_in((args, kwargs)))):  # of every call: short
-        settle_late()
+    """As ``settle_before_use``, of the tensors among the arguments of a call."""
+    if _unheard:  # of every call: short
+        settle_before_use(map(bridge.storage_of, tensors_in((args, kwargs))))
 
 
 def is_anything_late() -> bool:
-    """Returns whether this thread has passes of which it has not heard yet what became of them."""
-    return bool(_thread.late)
+    """Returns whether there are passes, of any thread, of which nobody has heard yet what became of them."""
+    return bool(_unheard)
 
 
 def forget_late() -> None:

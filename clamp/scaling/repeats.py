@@ -13,7 +13,7 @@ from clamp.ops.loss_scale import ScaleState
 from clamp.params import gradient_marks
 from clamp.params.delivery import Repeat
 from clamp.scaling.backward_pass import BackwardPass
-from clamp.scaling.dynamic_scale import DynamicLossScale, settle_later
+from clamp.scaling.dynamic_scale import DynamicLossScale, Outcome, settle_later
 from clamp.scaling.step_guard import are_steps_withheld
 
 
@@ -63,10 +63,16 @@ class Repeats:
         """
         if self._is_skipped or are_steps_withheld():
             return
-        self._reached = left or ()
-        one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
-        if self._loss is None or left is None or not (one_by_one and self._before.growth_tracker):
+        if left is None:
             self._settle()
+            return
+        self._reached, grads = left, [x.grad for x in left if x.grad is not None]
+        one_by_one = all(guard.passes == guard.passes_before == 1 for guard in self._guards)
+        if self._loss is None or not (one_by_one and self._before.growth_tracker):
+            outcome = Outcome(self._settle, grads)
+            self._tell_guards(outcome)  # another thread's step waits for it, too
+            outcome.hear()
+            self._tell_guards(None)
             return
         self._left, heard = [(x, x.grad) for x in left], [guard.token for guard in self._guards]
         changes = self._scaler.changes
@@ -77,9 +83,11 @@ class Repeats:
             if heard == [guard.token for guard in self._guards]:
                 self._settle()
 
-        settles = settle_later(late)
+        self._tell_guards(settle_later(late, grads))
+
+    def _tell_guards(self, outcome: Outcome | None) -> None:
         for guard in self._guards:
-            guard.late = settles
+            guard.late = outcome
 
     def _settle(self) -> None:
         """Reads what has become of the pass, and repeats its backward if it has overflowed.
@@ -107,6 +115,9 @@ class Repeats:
                 self._end()
                 if not isinstance(error, bridge.WrittenTo):
                     raise
+        for tensor, grad in found:
+            if grad is None:  # never there, or cleared meanwhile by a user who may have it
+                tensor.grad = None
         if scale is not None:
             self._scaler.mend(self._mask, scale if changes == self._scaler.changes else np.inf)
 
@@ -164,7 +175,7 @@ class Repeats:
         """
         if self._left is None:
             return True
-        if any(tensor.grad is not grad for tensor, grad in self._left):
+        if any(tensor.grad is not grad and tensor.grad is not None for tensor, grad in self._left):
             return False
         grads = [(tensor, grad) for tensor, grad in self._left if grad is not None]
         then = [bridge.read_bytes(grad) for _, grad in grads]

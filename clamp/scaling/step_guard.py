@@ -113,12 +113,13 @@ class StepGuard(bridge.Listed):
                 settle_late()
                 _withheld.instead(self.optimizer, is_plain)
             return None
-        pending, optimizer = list(self.pending), self.optimizer
+        optimizer = self.optimizer
         found = masters.split(optimizer)
         params = [param for param in getattr(optimizer, "params", ()) if isinstance(param, Tensor)]
-        if prepare is not None and pending and not found:  # masters get their gradients only if the step is made
+        if prepare is not None and self.pending and not found:  # masters get their gradients only if the step is made
             prepare()
         settle_late(self.late)
+        pending = list(self.pending)
         states = [scaler.verdict() for scaler in pending]  # the one read of the device in a step: waits for backward
         if scale_stays:
             self.pending = {scaler: state.scale for scaler, state in zip(pending, states, strict=True)}
@@ -160,8 +161,8 @@ class StepGuard(bridge.Listed):
 
     def give_up(self) -> None:
         """The passes since the last step, and what they met, are no step's: their gradients go."""
+        settle_late(self.late)  # another thread's repeat begins with what was heard before its pass
         if self.pending:
-            settle_late()
             self.pending, self.passes, self.repeats, self.token, self.late = {}, 0, 0, object(), None
 
     def heard(self) -> dict[str, Any]:
