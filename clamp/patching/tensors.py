@@ -15,12 +15,11 @@ from clamp.casting.arguments import tensors_in
 from clamp.casting.regions import called_in
 from clamp.opencl.device import require_answer, require_usable
 from clamp.ops.arguments import saturated
-from clamp.params import delivery, gradient_marks, masters
+from clamp.params import delivery, masters
 from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch_registry import meets, replaces
-from clamp.patching.wrap import Wrapper, written, written_places
+from clamp.patching.wrap import Wrapper, warn_of_scaled, written, written_places
 from clamp.scaling.dynamic_scale import settle_before_use, settle_late
-from clamp.scaling.step_report import is_called_by_user, warn_user
 
 Arguments = tuple[Any, ...]
 
@@ -116,15 +115,8 @@ def _meets_host(tensor: Tensor, what: str) -> None:
     if bridge.on_device(tensor):
         require_answer(tensor.queue)
         settle_before_use([bridge.storage_of(tensor)])
-    scale = gradient_marks.scale_of(tensor)
-    if scale is None or not delivery.waiting():  # who scales by hand knows
-        return
-    if not scale.state.is_told_of and is_called_by_user():
-        scale.state.is_told_of = True
-        warn_user(
-            f"a gradient was {what} on the host while it is still multiplied by the loss scale, so that its values and "
-            "its norm are that many times too large: do that after `with handle.scale_loss(...)`, before the step"
-        )
+    if delivery.waiting():
+        warn_of_scaled([tensor], f"{what} on the host")
 
 
 @meets("netcl.core.tensor.Tensor.from_host")
@@ -167,6 +159,6 @@ def bf16_to_host(wrapped: Any, instance: None, /, t: Tensor) -> Any:
 
 @meets("netcl.core.transfer.write", "netcl.core.transfer.copy", "netcl.core.transfer.fill", "netcl.core.transfer.read")
 def transfer(wrapped: Any, instance: None, /, *args: Any, **kwargs: Any) -> Any:
-    """netcl's copies and fills: what becomes known of the pass of a gradient that they read or write is heard before."""
+    """netcl's copies and fills: what has become of the pass of a gradient that they read or write is heard before."""
     settle_before_use(x for x in (*args, *kwargs.values()) if isinstance(x, cl.MemoryObjectHolder | cl.SVM))
     return wrapped(*args, **kwargs)

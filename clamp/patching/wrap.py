@@ -25,7 +25,7 @@ import numpy as np
 import pyopencl as cl
 
 from clamp.bridge import HALF_DTYPES, STORAGE, Node, Parameter, Tensor, canonical_dtype, on_device
-from clamp.casting.arguments import casts_in, holds_half
+from clamp.casting.arguments import casts_in, holds_half, tensors_in
 from clamp.casting.operands import Casting, NotOwned
 from clamp.casting.policies import POLICIES, HalfButNumbers, Promote
 from clamp.casting.policy_table import CastPolicy, Entry, netcl_defects, netcl_misreads
@@ -35,8 +35,9 @@ from clamp.casting.results import RESULTS
 from clamp.functions.recompute import is_checkpointed
 from clamp.opencl.host_steps import recorder
 from clamp.ops.arguments import shown
+from clamp.params import delivery, gradient_marks
 from clamp.scaling.dynamic_scale import is_anything_late, settle_before_reading
-from clamp.scaling.step_report import warn_user
+from clamp.scaling.step_report import is_called_by_user, warn_user
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -45,6 +46,26 @@ class Installed:
     """Says whether the patches are in place."""
 
     now = False
+
+
+def _before_reading(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a function reads its arguments, which may be gradients."""
+    settle_before_reading(args, kwargs)
+    if delivery.waiting() and delivery.running.now is None:  # else it hands on what comes to its own backward
+        warn_of_scaled(tensors_in((args, kwargs)), f"read by {name}")
+
+
+def warn_of_scaled(tensors: Iterable[Tensor], how: str) -> None:
+    """Says once for a loss scale that a gradient among these is not the true one yet, inside of a scaled pass: who
+    scales by hand knows."""
+    for scale in filter(None, map(gradient_marks.scale_of, tensors)):
+        if not scale.state.is_told_of and is_called_by_user():
+            scale.state.is_told_of = True
+            warn_user(
+                f"a gradient was {how} while it is still multiplied by the loss scale, so that its values, its norm "
+                "and what is computed from it are that many times too large: do that after "
+                "`with handle.scale_loss(...)`, before the step"
+            )
 
 
 #: A recording of netcl's own would drop out the same in every replay, and a forward that is run again something else:
@@ -63,7 +84,7 @@ def owned_wrapper(entry: Entry, function: Function) -> Wrapper:
     as_given = Promote().of(entry.function)
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        settle_before_reading(args, kwargs)
+        _before_reading(entry.function, args, kwargs)
         region = casting_region()
         if region is None:
             # No casts here, but a 16-bit input must still not reach netcl's kernels, nor any a function of netcl's
@@ -118,7 +139,7 @@ def netcl_wrapper(entry: Entry, listed: bool = True) -> Wrapper:
     """
 
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        settle_before_reading(args, kwargs)
+        _before_reading(entry.function, args, kwargs)
         region = casting_region()
         policy = None if region is None else _policy_in(region, entry)
         if holds_half(args, kwargs):
@@ -179,7 +200,7 @@ def user_wrapper(name: str, policy: CastPolicy) -> Wrapper:
         target = POLICIES[policy].target(region, args, kwargs)
         if target is None:
             return called_in(None, wrapped, *args, **kwargs)
-        settle_before_reading(args, kwargs)
+        _before_reading(name, args, kwargs)
         refuse_half_targets(wrapped, args, kwargs)
         return casts_in(region, target, name).call(partial(called_in, None, wrapped), args, kwargs)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
+from netcl import autograd as ag
 from netcl.optim import SGD
 
 from clamp import amp
@@ -132,19 +133,29 @@ def test_what_overflows_anew_was_not_kept(param: Parameter, optimizer: SGD, name
         MENDED[how](param, optimizer)
 
 
-# ---------------------------------------------------------------------------------------------- the host, too early
+# ---------------------------------------------------------------------------------------------- used too early
 
 MEETINGS: dict[str, Callable[[Any], object]] = {
     "read": lambda grad: grad.to_host(),
     "read later": lambda grad: grad.to_host_async(),
     "written": lambda grad: grad.write(np.clip(np.ones(grad.shape, np.float32), -1, 1)),
+    "added to": lambda grad: grad + grad,
+    "a function's": lambda grad: ag.square(ag.tensor(grad)),
 }
 
 
 @pytest.mark.parametrize("how", MEETINGS)
-def test_a_gradient_that_meets_the_host_while_it_is_scaled_is_worth_one_warning(
-    queue: cl.CommandQueue, how: str
-) -> None:
+def test_no_warning_of_a_scale_where_there_is_none(queue: cl.CommandQueue, how: str) -> None:
+    model, data = mlp(queue, 4, 4), batch(queue, 2, 4, 4)
+    optimizer = SGD(model.parameters())
+    with amp.init(dtype="bfloat16") as handle, handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        for param in model.parameters():
+            MEETINGS[how](param.grad)
+
+
+@pytest.mark.parametrize("how", MEETINGS)
+def test_a_gradient_that_is_used_while_it_is_scaled_is_worth_one_warning(queue: cl.CommandQueue, how: str) -> None:
     model, data = mlp(queue, 4, 4), batch(queue, 2, 4, 4)
     optimizer = SGD(model.parameters())
     handle = amp.init()
