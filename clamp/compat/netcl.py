@@ -32,7 +32,6 @@ from clamp.params import gradient_marks, masters
 from clamp.patching import collectives
 from clamp.patching.collectives import ScaledTape, keep_equal
 from clamp.patching.patch_registry import meets
-from clamp.patching.wrap import Installed
 from clamp.scaling.backward_pass import unscale_gradients
 from clamp.scaling.loss_scale import LARGEST, SMALLEST, LossScale
 from clamp.scaling.passes import PassScaling
@@ -53,8 +52,6 @@ _thread = _AutocastState()
 @meets("netcl.amp.autocast.__enter__")
 def enter(wrapped: Any, instance: Any, /) -> Any:
     """netcl's autocast is a region of this thread, of the dtype around it."""
-    if not Installed.now:
-        return wrapped()
     queue = instance.device_queue
     enabled = bool(instance.enabled) and (queue is None or is_float16_supported(queue))
     if _asks_for_nothing(instance):
@@ -77,13 +74,13 @@ def leave(wrapped: Any, instance: Any, /, *exception: Any) -> Any:
 @meets("netcl.amp.is_autocast_enabled")
 def is_autocast_enabled(wrapped: Any, instance: None, /) -> bool:
     """Returns whether ops called here cast; netcl's flag is one for all threads."""
-    return casting_region() is not None if Installed.now else wrapped()
+    return casting_region() is not None
 
 
 @meets("netcl.amp.supports_fp16")
 def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
     """Returns whether clamp can store halves on the queue's device, which needs no ``cl_khr_fp16``."""
-    return is_float16_supported(queue) if Installed.now else wrapped(queue)
+    return is_float16_supported(queue)
 
 
 # ---------------------------------------------------------------------------------------------- GradScaler
@@ -133,8 +130,6 @@ def _note_stuck(scaler: Any, found_inf: bool) -> None:
 @meets("netcl.amp.GradScaler.scale_loss")
 def scale_loss(wrapped: Any, instance: Any, /, loss: Any) -> Any:
     """``loss * scale``, of a node as a node."""
-    if not Installed.now:
-        return wrapped(loss)
     if not instance.enabled:
         return loss
     if not bridge.on_device(loss.value):
@@ -152,7 +147,7 @@ def unscale_grads(wrapped: Any, instance: Any, /, params: Iterable[Tensor]) -> A
         RuntimeError: a gradient is part scaled, part unscaled.
     """
     params = list(params)
-    if not Installed.now or any(not bridge.on_device(param) for param in params):
+    if any(not bridge.on_device(param) for param in params):
         return wrapped(params)
     if not instance.enabled:
         return False
@@ -180,8 +175,6 @@ def step(wrapped: Any, instance: Any, /, optimizer: Any, params: Any = ()) -> An
 
     Gradients that ``unscale_grads`` has divided already are checked and not divided again.
     """
-    if not Installed.now:
-        return wrapped(optimizer, params)
     known = {id(param) for pair in masters.pairs(optimizer) for param in pair}
     more = [param for param in params if id(param) not in known]
     scaling = session.active_scaling()
@@ -283,7 +276,7 @@ def trainer_scale_loss_node(wrapped: Any, instance: Any, /, loss_node: Any, scal
     What is left of the factor is 1 / accumulation_steps.
     """
     scaler = instance.scaler
-    if not Installed.now or not _has_own_scaler(instance):
+    if not _has_own_scaler(instance):
         return wrapped(loss_node, scale)
     factor = scale / float(scaler.scale)
     return scaler.scale_loss(loss_node if factor == 1 else wrapped(loss_node, factor))
