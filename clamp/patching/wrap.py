@@ -304,20 +304,17 @@ _MISTAKEN: tuple[tuple[type, str, str], ...] = (
 def in_module(wrapped: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module's call, in the region of the rule that decides about it. Where casts are off no rule turns them on."""
     region = casting_region()
-    if region is None:
+    if region is None or (rules := region.modules) is None:
         return wrapped(*args, **kwargs)
-    inner, rules = region.inside(module), region.modules
-    is_first = rules is not None and not rules.is_judged  # of its calls: by its end a model has all layers
-    if rules is not None:
-        rules.is_judged = True
+    inner = region.inside(module)
+    is_first, rules.is_judged = not rules.is_judged, True  # of its calls: by its end a model has all layers
     try:
         with nullcontext() if inner is region else in_region(inner):
             result = wrapped(*args, **kwargs)
     except BaseException:
-        if is_first and rules is not None:
-            rules.is_judged = False  # not all layers may have been made
+        rules.is_judged = not is_first  # not all layers may have been made
         raise
-    if is_first and rules is not None and (idle := rules.idle()):
+    if is_first and (idle := rules.idle()):
         warn_user(f"amp.init(modules=...): {idle}.")
     return result
 
