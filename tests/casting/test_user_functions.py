@@ -29,24 +29,9 @@ def dtypes(*xs: Any, **named: Any) -> list[str]:
     return [x.value.dtype for x in (*xs, *named.values())]
 
 
-@amp.half_function
-def half(*xs: Any, **named: Any) -> list[str]:
-    return dtypes(*xs, **named)
-
-
-@amp.float_function
-def full(*xs: Any, **named: Any) -> list[str]:
-    return dtypes(*xs, **named)
-
-
-@amp.half_function
-def half_of(x: Node) -> Node:
-    return x
-
-
-@amp.promote_function
-def promoted(*xs: Any, **named: Any) -> list[str]:
-    return dtypes(*xs, **named)
+half, full = amp.half_function(dtypes), amp.float_function(dtypes)
+promoted = amp.promote_function(dtypes)
+half_of = amp.half_function(lambda x: x)
 
 
 def test_every_policy_has_a_meaning() -> None:
@@ -204,7 +189,7 @@ def test_verbose_prints_real_casts_only(queue: cl.CommandQueue, capsys: pytest.C
         ag.matmul_op(product, weight)
         ag.relu(product)
         full(product)
-    assert capsys.readouterr().out.splitlines() == ["Float->Half (matmul_op)", "Half->Float (full)"]
+    assert capsys.readouterr().out.splitlines() == ["Float->Half (matmul_op)", "Half->Float (dtypes)"]
 
 
 def test_the_net_under_ops_nobody_declared(queue: cl.CommandQueue) -> None:

@@ -198,10 +198,9 @@ def test_16_bit_storage_needs_no_extension(queue: cl.CommandQueue) -> None:
 def test_a_context_that_is_gone_is_named(queue: cl.CommandQueue) -> None:
     gone = mock.Mock(spec=cl.CommandQueue)
     type(gone).context = mock.PropertyMock(side_effect=cl.LogicError("clRetainContext failed: INVALID_CONTEXT"))
-    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
-        Tensor.from_host(gone, np.ones(3, np.float32))
-    with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
-        Tensor.from_shape(gone, (3,))
+    for make, given in ((Tensor.from_host, np.ones(3, np.float32)), (Tensor.from_shape, (3,))):
+        with amp.init(), pytest.raises(RuntimeError, match=r"context is gone.*context = cl\.Context"):
+            make(gone, given)
 
 
 OUT_OF_ORDER = cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE

@@ -100,25 +100,6 @@ def in_a_local_variable(function: Function) -> Function:
     return lambda *args: running.send(args)
 
 
-def in_a_closure(function: Function) -> Function:
-    return lambda *args: function(*args)
-
-
-def in_a_default(function: Function) -> Function:
-    def call(*args: Any, _held: Function = function) -> Any:
-        return _held(*args)
-
-    return call
-
-
-def in_a_users_wrapper(function: Function) -> Function:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
-
-
 def in_a_script(function: Function) -> Function:
     names = {"criterion": function}
     exec("def call(*args): return criterion(*args)", names)
@@ -142,12 +123,12 @@ HOLDERS: dict[str, Callable[[Function], Function]] = {
     "a nested list": lambda f: [("name", [f])][0][1][0],
     "a dataclass field": lambda f: Config(f).activation,
     "a dataclass default": lambda f: make_dataclass("C", [("f", Any, f)])().f,
-    "a default argument": in_a_default,
+    "a default argument": lambda f: lambda *args, held=f: held(*args),
     "a partial": lambda f: functools.partial(f),
     "a partial method's function": lambda f: functools.partialmethod(f).func,
-    "a closure": in_a_closure,
+    "a closure": lambda f: lambda *args: f(*args),
     "a local variable": in_a_local_variable,
-    "a user's wrapper": in_a_users_wrapper,
+    "a user's wrapper": lambda f: functools.wraps(f)(lambda *args: f(*args)),
     "a script": in_a_script,
     "a reduction": lambda f: lambda *args: functools.reduce(lambda given, g: g(*given), [f], args),
     "a map": lambda f: lambda *args: next(map(f, *([x] for x in args))) if args else f(),
@@ -505,26 +486,16 @@ def test_threads_that_call_while_amp_comes_and_goes_never_fail(queue: cl.Command
         each.result()
 
 
-def in_a_region(optimizer: SGD) -> None:
-    with amp.autocast():
-        pass
+USES: dict[str, Callable[[SGD], object]] = {
+    "a region": lambda optimizer: amp.autocast()(lambda: None)(),
+    "Paddle's region": lambda optimizer: amp.auto_cast()(lambda: None)(),
+    "decorate": lambda optimizer: amp.decorate(Linear(optimizer.params[0].queue, 2, 2), optimizer, level="O2"),
+    "a scaler": lambda optimizer: amp.GradScaler().scale(ag.sum(ag.tensor(optimizer.params[0], requires_grad=True))),
+}
 
 
-def in_paddles_region(optimizer: SGD) -> None:
-    with amp.auto_cast():
-        pass
-
-
-def decorated(optimizer: SGD) -> None:
-    amp.decorate(Linear(optimizer.params[0].queue, 2, 2), optimizer, level="O2")
-
-
-def scaled(optimizer: SGD) -> None:
-    amp.GradScaler().scale(ag.sum(ag.tensor(optimizer.params[0], requires_grad=True)))
-
-
-@pytest.mark.parametrize("use", [in_a_region, in_paddles_region, decorated, scaled])
-def test_shutdown_without_a_handle_gives_netcl_back(queue: cl.CommandQueue, use: Callable[[SGD], None]) -> None:
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_shutdown_without_a_handle_gives_netcl_back(queue: cl.CommandQueue, use: Callable[[SGD], object]) -> None:
     own, names = codes(), dict(vars(Node))
     use(SGD([Parameter.from_host(queue, np.ones(1, np.float32))]))
     assert codes() != own
