@@ -75,13 +75,10 @@ class WeightCache:
             weakly: as for ``put``.
         """
         with self._lock:
-            if self._is_anothers():
-                return make(tensor)
-            entry = self._entry(tensor)
-            value: Value | None = entry.value(kind)
+            value: Value | None = self.known(tensor, kind)
             if value is None:
                 value = make(tensor)
-                entry.values[kind] = weakref.ref(value) if weakly else value
+                self.put(tensor, kind, value, weakly=weakly)
             return value
 
     def put(
@@ -122,11 +119,8 @@ class WeightCache:
         kept from the second time on.
         """
         with self._lock:
-            if self._is_anothers():
-                return False
-            values = self._entry(tensor).values
-            before = ("asked", kind) in values
-            values["asked", kind] = True
+            before = self.known(tensor, ("asked", kind)) is not None
+            self.put(tensor, ("asked", kind), True)
             return before
 
     def _is_anothers(self) -> bool:
