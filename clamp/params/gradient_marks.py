@@ -59,7 +59,8 @@ Held: TypeAlias = tuple[Tensor, Tensor, Mark | None, Tensor | None]
 
 def mark_of(grad: Any) -> Mark | None:
     """A gradient's mark; None if there is no gradient or a user has made it."""
-    return getattr(grad, "_loss_scaling", None)
+    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    return mark
 
 
 def set_mark(grad: Tensor, mark: Mark | None) -> None:
@@ -84,19 +85,17 @@ def note_shared(master: Tensor, grad: Tensor | None) -> None:
 
 def scale_of(grad: Any) -> AppliedScale | None:
     """Returns the scale that a gradient is multiplied by; None if there is none, as far as is known."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    return None if mark is None else mark.scale
+    return (mark_of(grad) or PLAIN).scale
 
 
 def is_unscaled(grad: Any) -> bool:
     """Returns whether a gradient has been divided by its loss scale already, and checked."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    return mark is not None and mark.is_checked
+    return (mark_of(grad) or PLAIN).is_checked
 
 
 def is_plain(grad: Any) -> bool:
     """Returns whether a backward without a loss scale has made a gradient, which nobody has looked at."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    mark = mark_of(grad)
     return mark is not None and mark.scale is None and not mark.is_checked
 
 
@@ -218,8 +217,7 @@ def note_restorable(grads: Iterable[Tensor | None]) -> None:
 
 def has_lost_bits(grad: Any) -> bool:
     """Returns whether a gradient came through float16 from a loss that was not scaled."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
-    return mark is not None and mark.lost_bits
+    return (mark_of(grad) or PLAIN).lost_bits
 
 
 def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
@@ -239,7 +237,7 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
         mark: Mark | None = Mark(scale)
     elif ours is None and theirs is None:
         mark = None
-    elif known := _heard_of_both(_heard(first), _heard(second)):
+    elif known := _heard_by_both(_heard(first), _heard(second)):
         mark = checked(known)
     else:
         mark = PLAIN_HALF if has_lost_bits(first) or has_lost_bits(second) else PLAIN
@@ -248,10 +246,10 @@ def added(first: Tensor, second: Tensor, dtype: str = "float32") -> Tensor:
     return total
 
 
-def _heard_of_both(first: frozenset[object], second: frozenset[object]) -> frozenset[object]:
-    if first and second and (FINITE in first or FINITE in second):
-        return second if FINITE in first else first
-    return first & second
+def _heard_by_both(first: frozenset[object], second: frozenset[object]) -> frozenset[object]:
+    if FINITE in first:
+        return second
+    return first if FINITE in second else first & second
 
 
 def at_scale(grad: Tensor, scale: AppliedScale) -> Tensor:
@@ -294,7 +292,7 @@ def snapshot(tensors: Iterable[Any]) -> list[Held]:
 
 def mark_now(grad: Tensor) -> Mark | None:
     """A gradient's mark. Of one that was written to since it was checked, nobody has heard."""
-    mark: Mark | None = getattr(grad, "_loss_scaling", None)
+    mark = mark_of(grad)
     if mark is None or not mark.is_checked or writes.now <= mark.since or not writes.since(grad.buffer, mark.since):
         return mark
     return replace(mark, heard=frozenset())
@@ -357,8 +355,7 @@ def require_ready(params: Iterable[Any], call: str, remedy: str) -> None:
             grad = getattr(tensor, "grad", None)
             if grad is None:
                 continue
-            mark: Mark | None = getattr(grad, "_loss_scaling", None)
-            if mark is not None and mark.scale is not None:
+            if scale_of(grad) is not None:
                 raise RuntimeError(
                     f"{call} was called while gradients are still multiplied by the loss scale (parameter {index}, of "
                     f"shape {tuple(param.shape)}): {remedy}"
