@@ -316,11 +316,6 @@ def noting_reached() -> Iterator[dict[int, Tensor]]:
         yield reached
 
 
-def is_another_threads(tensor: Tensor) -> bool:
-    """Returns whether another thread, which is alive, has given a tensor the gradient that it has."""
-    return tensor.grad is not None and is_trained_by_another_thread(tensor)
-
-
 def is_trained_by_another_thread(tensor: Tensor) -> bool:
     """Returns whether another thread, which is alive, was the last to give a tensor a gradient, which may be gone."""
     by = getattr(tensor, "_given_by", None)

@@ -192,7 +192,7 @@ def tape_begins(tape: Tape) -> None:
 
 
 def tape_ends(tape: Tape) -> None:
-    """A tape dies, and cuts the graph of its nodes: which of them is lost is noted.
+    """A tape dies, and cuts the graph of its nodes: which of them is lost, computed from what is trained, is noted.
 
     Where a backward has run meanwhile, the graph had its use, and what is cut is how a recurrent network's backward is
     truncated.
@@ -200,11 +200,6 @@ def tape_ends(tape: Tape) -> None:
     if tape.began == _Backwards.count:
         for node in tape.nodes:
             node.is_lost = node.requires_grad
-
-
-def is_lost(node: Node) -> bool:
-    """Returns whether a node was computed from what is trained, and its tape died before any backward ran."""
-    return getattr(node, "is_lost", False)
 
 
 # ---------------------------------------------------------------------------------------------- in the forward

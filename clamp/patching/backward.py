@@ -152,7 +152,7 @@ def tape_backward(
         if start.requires_grad and bridge.is_cut(start):
             require_graph(start)
     graphs.backward_begins(computed, leaves, cut)
-    _warn_of_dead_tapes([node for node in cut if node is not loss and graphs.is_lost(node)])
+    _warn_of_dead_tapes([node for node in cut if node is not loss and getattr(node, "is_lost", False)])
     penalties.refuse_penalties_in(loss, computed, leaves)
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())

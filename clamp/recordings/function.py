@@ -237,7 +237,8 @@ class RecordedFunction:
         args, kwargs, values = call.for_recording()
         trained = self._trained(call, before) if earlier is None else earlier.trained
         kinds = [known.kind(tensor) for tensor in trained]
-        if any(map(delivery.is_another_threads, trained)):  # it may be at work on them
+        # another thread may be at work on them
+        if any(x.grad is not None and delivery.is_trained_by_another_thread(x) for x in trained):
             return self._run(key, call)
         had = {id(tensor) for tensor in call.tensors if tensor.grad is not None}
         entries = Entries(trained, known)
