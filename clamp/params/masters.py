@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from clamp import bridge
 from clamp.bridge import HALF_DTYPES, Tensor
-from clamp.interrupts import Flag, contextmanager, holding, of_threads, undoing, uninterrupted
+from clamp.interrupts import contextmanager, of_threads, undoing, uninterrupted
 from clamp.opencl.host_steps import host_step, recorder
 from clamp.ops.cast import cast, cast_into
 from clamp.ops.optimizer_step import PARTS, Copy, mixed
@@ -350,7 +350,7 @@ def written(buffer: Any) -> None:
     if model is not None and model.buffer is buffer and model.dtype in HALF_DTYPES:
         cast_into(model, master_for(model))
         return
-    for model in [] if _stepping.on else list(_models.values()):
+    for model in list(_models.values()):
         master = bridge.master_of(model)
         if model.dtype not in HALF_DTYPES or id(master) in _behind:  # it shows its master, or is rewritten later
             continue
@@ -365,15 +365,6 @@ def written(buffer: Any) -> None:
         writes.note(model.buffer)
         weight_cache.drop(model)
         return
-
-
-_stepping = of_threads(Flag())
-
-
-def as_step(piece: Callable[[], Any]) -> Any:
-    """Calls a piece of an optimizer's step, which writes masters: who steps them rewrites their parameters after it."""
-    with holding(_stepping, "on", True):
-        return piece()
 
 
 # ---------------------------------------------------------------------------------------------- gradients

@@ -8,8 +8,6 @@ on that counts, until the next step splits it again. Splitting what was put toge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 from clamp import bridge
@@ -120,8 +118,3 @@ def buffers_of(param: Tensor) -> list[Any]:
     if type(param) is not MasterInParts:
         return [param.buffer]
     return [part.buffer for part in (param.parts.tensor, param.parts.rest) if part is not None]
-
-
-def splitting(params: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """Returns calls that split those of these masters in parts that are whole."""
-    return [partial(param.split) for param in params if type(param) is MasterInParts and param.is_whole]

@@ -9,7 +9,7 @@ need it (RMSProp, a class derived from netcl's, parameters that share memory) is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from itertools import pairwise
@@ -23,28 +23,26 @@ from clamp.bridge import Tensor
 from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 from clamp.params import lost_updates, masters
-from clamp.params.parts import MasterInParts, buffers_of, splitting
+from clamp.params.parts import MasterInParts, buffers_of
 from clamp.params.weight_cache import weight_cache
 from clamp.params.writes import writes
 
 
-class _Prepared:
+class _Prepared(NamedTuple):
     """An optimizer's launches, for as long as parameters, state and copies are the same objects.
 
     Attributes:
         places: what ``_places_of`` the parameters gave.
         key: rule, state and copies.
-        written: the ids of the parameters' buffers.
+        written: the parameters' buffers, by their ids.
+        held: what else is known by its id.
     """
 
-    def __init__(
-        self, update: bridge.Update, params: Sequence[Tensor], places: list[int], copies: Sequence[Copy | None]
-    ) -> None:
-        self.places, self.key = places, _key_of(update, copies)
-        buffers = [buffer for param in params for buffer in buffers_of(param)]
-        self.written = frozenset(map(id, buffers))
-        self._held = list(params), buffers, update.kept, copies  # so that ids stay unique
-        self.launches = MultiUpdate(update.rule, len(update.numbers), params, update.states(), copies)
+    launches: MultiUpdate
+    places: list[int]
+    key: list[Any]
+    written: Mapping[int, Any]
+    held: Any
 
 
 _prepared: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
@@ -77,31 +75,25 @@ class OptimizerStep:
     def prepare(self) -> None:
         """Finds out what there is to do, while the device is at work on the gradients, and nobody knows yet whether the
         step is to be made. It is not counted, and no number of parameters or state changes."""
-        if not self._has_rule:
-            return
-        prepared = _prepared.get(self._optimizer)
-        params = bridge.stepped(self._optimizer)
-        places = _places_of(params)
-        if prepared is not None and prepared.places == places:
-            self._ready = self._found(params, places)
+        if self._has_rule and self._optimizer in _prepared:  # else state is made, which a skipped step does not need
+            self._ready = self._found(bridge.stepped(self._optimizer))
 
     def __call__(self) -> Any:
         """Steps the optimizer, or raises: a gradient is none that netcl's step could read, or the step is netcl's to
         make and parameters consist of parts. Nothing was changed then."""
         params = bridge.stepped(self._optimizer)
         try:
-            pieces = self._pieces(params)
+            _whole(self._optimizer, self._pieces(params))
         finally:
             masters.were_rewritten(params)
-        _whole(self._optimizer, pieces)
 
     def _pieces(self, params: Sequence[Tensor]) -> list[Callable[[], Any]]:
         """Returns calls that step these parameters and rewrite their 16-bit ones; the last one counts the step."""
         ready = self._ready
         if ready is None or not ready.is_for(params):
-            ready = self._found(params, _places_of(params))
+            ready = self._found(params)
         if ready is None and masters.widen_gradients(params):
-            ready = self._found(params, _places_of(params))
+            ready = self._found(params)
         if ready is not None:
             return self._launches_of(ready)
         for param in params:
@@ -114,7 +106,7 @@ class OptimizerStep:
                 raise TypeError(_NOT_IN_ONE_LAUNCH.format(type(self._optimizer).__name__, unknown) + why)
         pieces: list[Callable[[], Any]] = []
         for stepped, piece in bridge.own_pieces(self._own or self._optimizer.step, self._optimizer, params):
-            pieces += [partial(masters.as_step, piece), *masters.rewriting(stepped, self._optimizer)]
+            pieces += [piece, *masters.rewriting(stepped, self._optimizer)]
         return pieces
 
     def _launches_of(self, ready: _Ready) -> list[Callable[[], Any]]:
@@ -127,21 +119,28 @@ class OptimizerStep:
         turn = bridge.roundings(optimizer) + 1
         if launches.by_chance:
             last.append(partial(setattr, optimizer, bridge.ROUNDINGS, turn))
-        return [*splitting(ready.params), *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *last]
+        first = [param.split for param in ready.params if type(param) is MasterInParts and param.is_whole]
+        return [*first, *launches.pieces(ready.update.numbers, ready.grads, mixed(turn)), *last]
 
-    def _found(self, params: Sequence[Tensor], places: list[int]) -> _Ready | None:
+    def _found(self, params: Sequence[Tensor]) -> _Ready | None:
         """Returns the step that is ready for these parameters; None if it is netcl's to make."""
-        if not self._has_rule:
+        if not self._has_rule or not params:
             return None
-        prepared = _prepared.get(self._optimizer)
-        if not _fit(params, places, prepared):
+        places, prepared = _places_of(params), _prepared.get(self._optimizer)
+        if prepared is not None and prepared.places != places:
+            prepared = None
+        written = _written(params) if prepared is None else prepared.written
+        if written is None or not all(map(partial(_has_gradient, written), params)):
             return None
         update = bridge.next_update(self._optimizer, params)
         if update is None:
             return None
         copies = masters.copies_of(params)
-        if prepared is None or prepared.places != places or prepared.key != _key_of(update, copies):
-            prepared = _prepared[self._optimizer] = _Prepared(update, params, places, copies)
+        key = _key_of(update, copies)
+        if prepared is None or prepared.key != key:
+            launches = MultiUpdate(update.rule, len(update.numbers), params, update.states(), copies)
+            held = list(params), update.kept, copies
+            prepared = _prepared[self._optimizer] = _Prepared(launches, places, key, written, held)
         return _Ready(prepared.launches, update, copies, params, [param.grad for param in params])
 
 
@@ -193,8 +192,10 @@ def make(optimizer: Any, found: Sequence[masters.Pair], run: Callable[[], Any]) 
             masters.require_steppable([optimizer], master.parts.keeps)
     left = _unfinished.get(id(optimizer))
     if left is not None and left.optimizer() is optimizer:
-        with bridge.without_write_back([master for master, _ in found]):
-            in_turn(left.pieces)
+        try:
+            masters.stepping(found, partial(in_turn, left.pieces))
+        finally:
+            masters.were_rewritten([master for master, _ in found])
         del _unfinished[id(optimizer)]
         weight_cache.clear()
         now = _grads_of(optimizer)
@@ -275,23 +276,15 @@ def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
     return [update.rule, *map(id, update.kept), *written]
 
 
-def _fit(params: Sequence[Tensor], places: list[int], prepared: _Prepared | None) -> bool:
-    """Returns whether these parameters and their gradients are what the launches take."""
-    if not params:
-        return False
-    if prepared is None or prepared.places != places:
-        if not (all(map(bridge.can_update, params)) and all(param.queue is params[0].queue for param in params)):
-            return False
-        buffers = [buffer for param in params for buffer in buffers_of(param)]
-        if not _are_apart(buffers):
-            return False
-        written = frozenset(map(id, buffers))
-    else:
-        written = prepared.written
-    return all(map(partial(_has_gradient, written), params))
+def _written(params: Sequence[Tensor]) -> dict[int, Any] | None:
+    """The buffers, by their ids, that launches for all of these parameters write to; None if these do not take them."""
+    if not (all(map(bridge.can_update, params)) and all(param.queue is params[0].queue for param in params)):
+        return None
+    buffers = [buffer for param in params for buffer in buffers_of(param)]
+    return {id(buffer): buffer for buffer in buffers} if _are_apart(buffers) else None
 
 
-def _has_gradient(written: frozenset[int], param: Tensor) -> bool:
+def _has_gradient(written: Mapping[int, Any], param: Tensor) -> bool:
     grad: Any = param.grad
     return (
         isinstance(grad, Tensor)
