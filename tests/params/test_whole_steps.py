@@ -31,13 +31,9 @@ STEPPED_BY: dict[str, Make] = {
 }
 Shapes = Sequence[tuple[int, ...]]
 FEW: Shapes = [(3,), (2, 2), (17,), (5,)]
-SHAPES: dict[str, Shapes] = {"as one": [(2048,)] * 8, "8 bits": [(3,), (300,)]}
-#: who steps, and how parameters or moments are kept: AdamW alone keeps the state of many parameters as one
-KEPT = [
-    *product(STEPPED_BY, ["float32", "16 bits"]),
-    ("adamw", "as one"),
-    *product(["adam"], ["8 bits", *IN_PARTS]),
-]
+SHAPES: dict[str, Shapes] = {"8 bits": [(3,), (300,)]}
+#: who steps, and how parameters or moments are kept
+KEPT = [*product(STEPPED_BY, ["float32", "16 bits"]), *product(["adam"], ["8 bits", *IN_PARTS])]
 
 
 class Fault(cl.RuntimeError):
