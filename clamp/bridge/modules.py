@@ -156,10 +156,11 @@ class ModulePaths:
         layers.1"``. Empty without any. All that is in the last, the model, is named at its first sight."""
         if not modules:
             return ""
-        for module in (modules[-1], modules[0]):
-            if not self._is_known(modules[0]):
-                self.follow(module)
-        return ", ".join(self.of(modules[0]))
+        module = modules[0]
+        if not self._is_known(module):
+            self.follow(modules[-1])
+            self.follow(module)  # if that has not named it: it is one that netcl's Sequential has made
+        return ", ".join(self._found[id(module)][1])
 
     def follow(self, module: Any) -> None:
         """Names a module with all that is in it, at first sight, and again where other parts are in it than were."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from os.path import basename
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ class Place(NamedTuple):
     @property
     def short_line(self) -> str:
         """``"train.py:31"``."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return f"{basename(self.file)}:{self.line}" if self.file else ""
 
     @property
     def at(self) -> str:

@@ -69,14 +69,15 @@ class OpTimer(OpCounter):
             step()
             _finish(queues)
         seconds = self._recorder.seconds
-        took = {row.identity: 0.0 for row in self.rows}  # also of one without a launch
+        for row in self._rows.values():
+            row.seconds = 0.0  # also of one without a launch
         for launch, row in enumerate(self._owners):
             if launch not in self._shared_casts:
-                took[row.identity] += seconds[launch]
+                row.seconds = (row.seconds or 0.0) + seconds[launch]
         casts, shared = (sum(seconds[x] for x in found) for found in (self._cast_launches, self._shared_casts))
         return Side(
-            0.0, [replace(row, seconds=took[row.identity]) for row in self.rows], self.casts, casts, shared,
-            sum(seconds[len(self._owners) :]), len(seconds), self._activations, self.weight_copies, self._meter.peak,
+            0.0, self.rows, self.casts, casts, shared, sum(seconds[len(self._owners) :]), len(seconds),
+            self._activations, self.weight_copies, self._meter.peak,
         )  # fmt: skip
 
     def result(self, made: TensorLike, parents: Sequence[TensorLike]) -> Any:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import basename
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,7 +34,7 @@ from clamp.scaling.step_report import HISTORY, StepReport
 
 N = TypeVar("N", Elements, Norms)
 _Slot: TypeAlias = tuple[cl.CommandQueue, int]  # where a number was noted: which one of its queue's
-_Token: TypeAlias = tuple[str, Place, str]  # an op, where, without its modules, and the path of the innermost
+_Token: TypeAlias = tuple[str, Place, str]  # an op, where, without modules and folder, and the innermost one's path
 _ROWS = 4096  # losses, and norms, that are kept: several of a step
 
 
@@ -161,10 +162,13 @@ class OpCounter(Observer):
             self.weight_copies = max(self.weight_copies, weight_cache.nbytes)
             self.curves.loss(read[0])
         place = here()
-        with self._lock:
-            path = self._paths.around(place.modules)
-            self._models.update((id(model), weakref.ref(model)) for model in place.modules[-1:])
-        token = op or place.function.rpartition(".")[2] or "op", place._replace(modules=()), path
+        path = ""
+        if place.modules:
+            with self._lock:
+                path = self._paths.around(place.modules)
+                self._models[id(place.modules[-1])] = weakref.ref(place.modules[-1])
+        place = place._replace(modules=(), file=basename(place.file))
+        token = op or place.function.rpartition(".")[2] or "op", place, path
         self._count(token, FORWARD, read, [value])
         return token
 
@@ -193,10 +197,14 @@ class OpCounter(Observer):
 
     def _count(self, token: _Token, direction: str, read: list[Tensor], gave: list[Tensor]) -> None:
         op, place, path = token
-        row = OpRow(
-            op, direction, place.function, place.policy, path, place.short_line, tuple(map(_dtype, read)),
-            _dtype(gave[0]), tuple(gave[0].shape), decided=place.decided,
-        )  # fmt: skip
+        key = op, direction, place, path, tuple([_dtype(x) for x in read]), _dtype(gave[0])
+        row = self._rows.get(key)
+        if row is None:
+            row = OpRow(
+                op, direction, place.function, place.policy, path, place.short_line, *key[-2:], tuple(gave[0].shape),
+                decided=place.decided,
+            )  # fmt: skip
+            row = self._rows.setdefault(key, row)  # but for one of another thread's
         is_view = len(gave) == 1 and any(gave[0].buffer is x.buffer for x in read)
         size = 0 if is_view else sum(map(bridge.nbytes, read)) + sum(map(bridge.nbytes, gave))
         self._now_or_in_replays(partial(self._add, row, size))
@@ -227,7 +235,6 @@ class OpCounter(Observer):
 
     def _add(self, row: OpRow, size: int) -> None:
         with self._lock:
-            row = self._rows.setdefault(row.identity, row)
             row.calls += 1
             row.bytes += size
 
@@ -241,7 +248,8 @@ class OpCounter(Observer):
     @property
     def rows(self) -> list[OpRow]:
         """The ops, in the order in which they first ran."""
-        return [replace(row) for row in list(self._rows.values())]  # to which other threads add
+        rows = list(self._rows.values())  # to which other threads add
+        return [replace(row) for row in rows if row.calls]  # a recording has none before it is replayed
 
     @property
     def modules(self) -> list[tuple[str, str, int]]:
