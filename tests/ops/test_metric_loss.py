@@ -292,9 +292,9 @@ def test_a_triplet_of_two_infinite_distances_shows_in_gradients(queue: cl.Comman
         distances.triplet_gradient(x, mine(x, t, 0.5, False, False), grad, "float32")
         for mine in (distances.hardest_triplets, distances.all_triplets)
     ]
-    rows = [to_device(queue, to_numpy(x)[at : at + 2]) for at in (0, 2, 4)]
-    forward = distances.triplet_loss(*rows, 0.5, False, False)
-    gradients += [distances.partner_gradient(rows[0], (rows[1], rows[2]), 0, forward, grad, "float32")]
+    anchor, near, far = (to_device(queue, to_numpy(x)[at : at + 2]) for at in (0, 2, 4))
+    forward = distances.triplet_loss(anchor, near, far, 0.5, False, False)
+    gradients += [distances.partner_gradient(anchor, (near, far), 0, forward, grad, "float32")]
     assert all(np.isnan(to_numpy(gradient)).all() for gradient in gradients)
 
 
