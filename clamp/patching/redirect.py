@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import wrapt
 from netcl.autograd import bf16_ops, ops, shape_ops
 
-from clamp.bridge.netcl_functions import REDIRECTED, is_netcls, own_copy
+from clamp.bridge.netcl_functions import REDIRECTED, is_netcls, is_redirecting, own_copy
 from clamp.casting.regions import around_here
 from clamp.patching import tensors
 from clamp.patching.wrap import Installed, Wrapper, passes_of
@@ -80,16 +80,26 @@ class Redirected:
         """Redirects the function."""
         for name, value in self._shown.items():
             vars(self.function).setdefault(name, value)  # a user's decorated one names what it decorates
+        if is_redirecting(self.code):
+            _on_top.append(self)
         self.function.__code__ = self._ours
 
     def undo(self) -> None:
-        """Gives the function its own code back, unless somebody has given it another one meanwhile."""
+        """Gives the function its own code back, unless somebody has given it another one meanwhile; where that is one
+        of these, put on top of it, that one has the own code to go back to."""
+        above = next((x for x in _on_top if x.function is self.function and x.code is self._ours), None)
+        if above is not None:
+            above.code = above._own.__code__ = self.code
         if self.function.__code__ is self._ours:
             self.function.__code__ = self.code
+        if self in _on_top:
+            _on_top.remove(self)
         for name, value in self._shown.items():
             if vars(self.function).get(name) is value:
                 delattr(self.function, name)
 
+
+_on_top: list[Redirected] = []  # those in place of functions that were redirected already
 
 Shape: TypeAlias = tuple[int, int, int, bool, bool]
 

@@ -439,6 +439,26 @@ def test_what_writes_into_an_argument_goes_by_the_wrapper(queue: cl.CommandQueue
     assert not passes(x, 1, x, 2)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_redirections_of_one_function_are_undone_in_any_order(first: int) -> None:
+    """As where a script that ``python -m clamp run`` runs calls ``amp.shutdown()``."""
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    own, all_ = double.__code__, []
+    for digit in (1, 2, 3):
+        all_.append(Redirected(double, lambda wrapped, _, args, __, digit=digit: 10 * wrapped(*args) + digit))
+        all_[-1].put()
+    assert double(1) == 2123
+    all_.pop(first).undo()
+    assert double(1) == int("2" + "123".replace(str(first + 1), ""))
+    all_.pop(first - 1 if first else 0).undo()
+    all_.pop().undo()
+    assert double.__code__ is own
+    assert vars(double) == {}
+
+
 def test_code_that_a_user_gives_a_function_meanwhile_stays() -> None:
     own, mine = tensor_losses.mse_loss.__code__, (lambda pred, target, *args: 7).__code__
     try:
