@@ -19,7 +19,8 @@ def make_console() -> Console:
 
     In a pipe or file, where rich would assume 80 columns, it is wide enough for tables.
     """
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=_WIDTH)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed, as by `>&-`
+    return Console() if is_terminal or "COLUMNS" in os.environ else Console(width=_WIDTH)
 
 
 def table_of(words: Iterable[str], figures: Iterable[str], title: str, caption: str | None = None) -> Table:

@@ -84,9 +84,12 @@ def report(args: Namespace) -> int:
 
 
 def require_script(args: Namespace) -> None:
-    """Raises CommandError where there is none."""
+    """Raises CommandError, with python's exit status, where there is none."""
     if not args.is_module and not Path(args.script).is_file():
         raise CommandError(f"there is no script {args.script}", 2)
+    package = args.script.partition(".")[0]
+    if args.is_module and (not package or find_spec(package) is None):
+        raise CommandError(f"there is no module {args.script}")
 
 
 def turn_on(dtype: str, debug: str | None = None) -> AmpHandle:
@@ -111,7 +114,9 @@ def _require_writable(report: Path) -> None:
 def _sum_up(handle: AmpHandle, report: Path | None) -> int:
     """Prints what the run did, where it is not taken for what the script prints, and writes the report."""
     if not handle.is_active():
-        return 0
+        lost = "there is no summary of the run" if report is None else f"{report} is not written"
+        _say(f"the script has called amp.shutdown(): from there on it ran as by python alone, and {lost}")
+        return int(report is not None)
     _say(handle.summary().of_run)
     if report is None:
         return 0
@@ -150,6 +155,8 @@ def run_script(script: str, given: Sequence[str], *, is_module: bool) -> int:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _NO_FRAMES_OF:
             frames = frames.tb_next
+        if frames is None and isinstance(error, ImportError):  # a package has no such module
+            raise CommandError(str(error)) from None
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -95,6 +95,8 @@ def _traced(args: Namespace, dtype: str, steps: int) -> tuple[int, Trace | None]
     if status or os.getpid() != process:  # the script has forked one, which has come to its end
         return status, None
     trace = tracer.done or tracer.trace()
+    if tracer.done is None:
+        print(f"the script ended after {steps - tracer.left} of {steps} steps", file=sys.stderr)
     if trace.device is None:
         print("no op of this script was seen: it computes nothing on an OpenCL device", file=sys.stderr)
         return 1, None
@@ -107,11 +109,11 @@ class _FirstSteps(Tracer):
 
     def __init__(self, steps: int) -> None:
         super().__init__()
-        self._left = steps
+        self.left = steps
         self.done: Trace | None = None
 
     def stepped(self, report: Any) -> None:  # noqa: ARG002  (an observer's)
-        self._left -= 1
-        if not self._left:
+        self.left -= 1
+        if not self.left:
             self.done = self.trace()
             raise EnoughError

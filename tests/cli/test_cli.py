@@ -357,6 +357,8 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["lists", "qqqqqq"], 2, "python -m clamp lists"),
     *((["lists", name], 2, "examples/rnn_cell.py makes an LSTM cell") for name in ("LSTM", "GRUCell", "nn.RNN")),
     (["run", "nowhere.py"], 2, "there is no script nowhere.py"),
+    *(([command, *options, "-m", name], 1, f"there is no module {name}\n")
+      for command, options in (("run", ()), ("trace", ("-o", "folder"))) for name in ("nowhere", "nowhere.py", "")),
     (["run", "--report", "nowhere/run.html", "there.py"], 1, "there is no folder nowhere"),
     (["run", "--report", "folder", "there.py"], 1, "cannot write folder: it is a folder"),
     (["run", "--report", "run.html", "there.py"], 1, "--report needs jinja2: pip install jinja2, or write JSON"),
@@ -869,6 +871,12 @@ def test_lists_fits_a_terminal(
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= columns
     assert "…" not in out
+
+
+def test_a_closed_standard_output_is_nothing_to_print_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``>&-`` makes it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["lists", "softmax"]) == 0
 
 
 def test_lists_needs_no_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

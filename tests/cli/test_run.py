@@ -18,6 +18,8 @@ import pyopencl as cl
 import pytest
 
 from clamp import amp, session
+from clamp.bridge import Tape
+from clamp.bridge.netcl_functions import is_redirecting
 from clamp.cli import main
 from clamp.cli import run as command
 from clamp.handle import NoOpHandle
@@ -583,6 +585,29 @@ def test_a_script_may_close_what_it_prints_to(scripts: Scripts, monkeypatch: pyt
     assert scripts.run(f"import sys; sys.{closed}.close()", "--report", str(scripts.folder / "run.json")) == 0
     assert read_run(scripts.folder / "run.json")["steps"] == []
     assert session.active_handle() is None
+
+
+def test_a_module_that_a_package_lacks_has_no_traceback(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (scripts.folder / "nested").mkdir()
+    monkeypatch.syspath_prepend(scripts.folder)
+    for name in ("nested", "nested.missing"):
+        assert main(["run", "-m", name]) == 1
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        assert f"No module named {name}" in said
+
+
+def test_a_script_that_turns_amp_off_is_told_what_it_lacks(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = "from clamp import amp; amp.shutdown()"
+    assert scripts.run(off) == 0
+    assert "amp.shutdown(): from there on it ran as by python alone" in capsys.readouterr().err
+    assert scripts.run(off, "--report", str(scripts.folder / "run.json")) == 1
+    assert "run.json is not written" in capsys.readouterr().err
+    assert not is_redirecting(Tape.backward.__code__)
 
 
 def test_only_the_process_that_began_sums_up(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ def test_other_devices_settings_and_scripts_are_told(
     assert (written["dtype"], written["steps"]) == ("float16", 1)
     file.rename(golden / "another.json")
     says("golden has no trace of .*, but of another", 1, "compare", "golden", "train.py")
+    (folder / "ends.py").write_text(SCRIPT.replace("while True:", "for _ in range(2):"), encoding="utf-8")
+    says("the script ended after 2 of 9 steps", 0, "trace", "--steps", "9", "-o", "golden", "ends.py")
     says("written", 0, "trace", "train.py", "-o", "golden")
     says("traces of several dtypes or numbers of steps", 2, "compare", "golden", "train.py")
     (golden / "another.json").write_text("{}", encoding="utf-8")
