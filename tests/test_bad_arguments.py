@@ -32,7 +32,7 @@ from tests.networks import mlp
 from tests.reference import to_device
 
 JUNK: tuple[Any, ...] = (
-    3, -1, 1.5, float("nan"), "x", b"x", None, True, object(), [], [3], ["x"], {}, {"x": 3}, len, SGD,
+    3, -1, 1.5, float("nan"), "x", b"x", None, True, object(), [], [3], ["x"], {}, {"x": 3}, len, SGD, np.float16,
 )  # fmt: skip
 
 
@@ -165,9 +165,10 @@ def is_of_clamp(error: BaseException) -> bool:
 def test_junk_is_refused_in_words_or_taken(queue: cl.CommandQueue, tmp_path: Path, active: bool) -> None:
     bare: list[str] = []
     handle = amp.init() if active else None
+    node = ag.tensor(to_device(queue, np.ones(2)), requires_grad=True)
     for name, each in calls(queue, handle, tmp_path).items():
         for number, call in enumerate(each):
-            for junk in JUNK:
+            for junk in (*JUNK, node, node.value):
                 try:
                     call(junk)
                 except Exception as error:
