@@ -59,7 +59,6 @@ from clamp.recordings.watched_state import (
     drawn,
     objects_among,
     position,
-    results_of,
 )
 
 _ITEMS = (list, tuple, set, frozenset, deque)
@@ -202,8 +201,11 @@ class Watch:
             elif x is os.getenv:
                 self._push(os.environ, "os.environ")
         elif issubclass(kind, CACHED) and not is_library(x.__wrapped__):
-            if x.cache_info().currsize <= _LONGEST:
-                self._add(lambda: (*results_of(x),), lambda *_: f"what {name} returned")
+            for part in gc.get_referents(x):  # its dict has results, or places, with the results beside them
+                if type(part) is dict and part is not vars(x):
+                    self._mapping(lambda part=part: part, lambda _: f"what {name} returned", is_library=True)
+                else:
+                    self._push(part, f"what {name} returned")
             self._push(x.__wrapped__, name)
         elif issubclass(kind, _METHODS):
             for part in ("__self__", "__func__", "fget", "func", "args", "keywords"):

@@ -127,16 +127,6 @@ def objects_among(items: Iterable[Any], most: int) -> list[Any]:
 CACHED = type(functools.lru_cache(is_same))
 
 
-def results_of(cached: Any) -> list[Any]:
-    """What a function under ``functools.lru_cache`` has returned, as far as that is kept, and some of what it was
-    given."""
-    parts = [x for x in gc.get_referents(cached) if x is not vars(cached)]
-    if cached.cache_info().maxsize is None:  # one dict has them; those of a bounded cache stand by themselves
-        return [result for x in parts if type(x) is dict for result in x.values()]
-    links = {"_lru_list_elem"}
-    return [x for x in parts if not (type(x) is dict and {type(one).__name__ for one in x.values()} == links)]
-
-
 # ---------------------------------------------------------------------------------------------- generators, iterators
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
