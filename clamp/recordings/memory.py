@@ -72,16 +72,15 @@ class Dependencies:
                 if where is not None and where not in own:
                     self.places.setdefault(where, []).append((launch, index))
         self._residents: list[_Resident] = []
-        seen = ((address_of(buffer), ref) for ref, buffer in before)
-        self._before = [(where, ref) for where, ref in seen if where in self.places]
         known: set[tuple[int, Address]] = set()
         # Before: an optimizer may have moved a tensor in the recording itself, and launches before that name the old
         # memory. Now: those after it name the new one.
         for number, (ref, buffer) in enumerate((*before, *living_tensors())):
             where, tensor = address_of(buffer), ref()
-            if where in self.places and tensor is not None and (id(tensor), where) not in known:
-                known.add((id(tensor), where))
-                self._residents.append(_Resident(ref, where, buffer, _state(tensor), number < len(before)))
+            if where in self.places and (id(ref), where) not in known:  # a tensor has one without a callback
+                known.add((id(ref), where))
+                state = () if tensor is None else _state(tensor)
+                self._residents.append(_Resident(ref, where, buffer, state, number < len(before)))
         self._modules, self._watch, self._region = modules, modules.watch(), process_region()
 
     @property
@@ -92,7 +91,7 @@ class Dependencies:
     @property
     def before(self) -> set[Address | None]:
         """Addresses of the memory in the launches that tensors had when the recording began."""
-        return {where for where, _ in self._before}
+        return {x.address for x in self._residents if x.was_there}
 
     def weight_at(self, address: Address | None) -> Tensor | None:
         """The first weight that launches find at this address."""
@@ -101,8 +100,8 @@ class Dependencies:
 
     def unknown_tensors(self, known: Collection[Address | None]) -> list[weakref.ref[Tensor]]:
         """Returns the tensors that were in memory that is not ``known`` when the recording began, but for weights."""
-        found = [(ref, ref()) for where, ref in self._before if where not in known]
-        return [ref for ref, x in found if x is None or not bridge.is_weight(x)]
+        found = [x.ref for x in self._residents if x.was_there and x.address not in known]
+        return [ref for ref in found if (x := ref()) is None or not bridge.is_weight(x)]
 
     def give_up(self, address: Address | None) -> None:
         """This memory is an input's: every replay brings its own, and what lies in it now does not matter."""
