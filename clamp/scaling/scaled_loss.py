@@ -143,6 +143,22 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
     return scaler
 
 
+def require_scale_reaches(nodes: Sequence[Node]) -> None:
+    """Raises RuntimeError where one of a scaled loss's computed nodes does not hand the scale on: netcl's own
+    mse_loss, of a call while AMP was not there, gives the same gradient whatever comes to it."""
+    for node in bridge.foreign_nodes(nodes):
+        grad_fn = node.grad_fn
+        if (getattr(grad_fn, "__module__", ""), getattr(grad_fn, "__qualname__", "")) == _DEAF:
+            raise RuntimeError(
+                "a loss was scaled that netcl's own mse_loss has computed, while AMP was not on (before amp.init() or "
+                "the first GradScaler, or after a shutdown(), of another thread it may be): its backward ignores the "
+                "loss scale, by which the gradients would be divided all the same. Compute the loss again, under AMP"
+            )
+
+
+_DEAF = ("netcl.autograd.ops", "mse_loss.<locals>.grad_fn")
+
+
 class ScaledPass(Managed[Node]):
     """The result of ``scale_loss``, for a ``with``."""
 

@@ -19,7 +19,7 @@ from clamp import amp
 from clamp.bridge import Node, Parameter, Tensor
 from clamp.ops.multi_tensor import check_
 from tests.compat.test_scalers import FACES
-from tests.networks import LR, Task, scaled_backward
+from tests.networks import LR, Task, batch, mlp, scaled_backward
 from tests.reference import to_device, to_numpy
 
 pytestmark = pytest.mark.usefixtures("shut_down")
@@ -182,6 +182,30 @@ def test_what_leaves_a_scaled_loss_without_its_gradients_is_refused(
     with pytest.raises(RuntimeError, match=message), handle.scale_loss(task.loss(), task.optimizer) as scaled_loss:
         run(task, handle, scaled_loss)
     assert task.weight.grad is None
+
+
+@pytest.mark.parametrize("scaled_by", ["a handle", "a new scaler", "a scaler of before"])
+def test_a_loss_of_netcls_own_that_ignores_the_scale_is_refused(queue: cl.CommandQueue, scaled_by: str) -> None:
+    """Its gradients would be so many times too small, silently."""
+    model, data = mlp(queue, 4, 4), batch(queue, 2, 4, 4)
+    optimizer, before = SGD(model.parameters()), amp.GradScaler(256.0)
+    x, y = map(ag.tensor, data)
+
+    def backward(loss: Node, tape: Any) -> None:
+        if scaled_by == "a handle":
+            with amp.init().scale_loss(loss, optimizer) as scaled_loss:
+                tape.backward(scaled_loss)
+        else:
+            tape.backward((before if "before" in scaled_by else amp.GradScaler(256.0)).scale(loss))
+
+    amp.shutdown()
+    with ag.Tape() as tape:
+        loss = ag.mse_loss(model(x), y)
+    with pytest.raises(RuntimeError, match=r"mse_loss .* while AMP was not on"):
+        backward(loss, tape)
+    assert [param.grad for param in model.parameters()] == [None, None]
+    before.scale(ag.mse_loss(model(x), y)).backward()  # now it is on
+    before.step(optimizer)
 
 
 def test_a_step_without_any_gradient_is_no_step(task: Task, handle: amp.AmpHandle) -> None:
