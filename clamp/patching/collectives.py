@@ -189,8 +189,10 @@ def share_overflows(guards: StepGuards, param_replicas: Iterable[Sequence[Tensor
     for scalers in zip(*(guard.pending for guard in stepping), strict=False):
         states = [scaler.read() for scaler in scalers]
         bad = [state for guard, state in zip(stepping, states, strict=True) if state.overflow & guard.mask]
-        for guard, scaler in zip(stepping, scalers, strict=True) if bad else ():
-            scaler.follow(bad[0], guard.mask)
+        # A copy of the scale that was made after the first replica's pass has counted one clean step more.
+        differ = len({(state.scale, state.growth_tracker) for state in states}) > 1
+        for guard, scaler in zip(stepping, scalers, strict=True) if bad or differ else ():
+            scaler.follow(*((bad[0], guard.mask) if bad else (min(states), 0)))
 
 
 def keep_equal(param_replicas: Sequence[Sequence[Tensor]]) -> None:

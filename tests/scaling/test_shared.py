@@ -389,6 +389,22 @@ def test_replicas_go_on_with_one_scale_after_an_overflow_of_any(queues: list[cl.
             assert handle.last_step.stepped == (index < 3 or not bad)
 
 
+def test_replicas_grow_in_the_same_step(queues: list[cl.CommandQueue]) -> None:
+    """Though the second one's scale is made when the first has had a clean pass."""
+    params = [parameter(queue) for queue in queues]
+    optimizers = [SGD([param], lr=1.0) for param in params]
+    handle, seen = amp.init(loss_scale=amp.ScaleRule(interval=3)), []
+    for _ in range(4):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = None
+            scaled(handle, summed(param), optimizer)
+        share_overflows(handle._scaling.guards, [[param] for param in params])
+        seen.append([(state.scale, state.growth_tracker) for state in states(handle, optimizers)])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert seen == [[(scale, count)] * 2 for scale, count in ((2.0**16, 1), (2.0**16, 2), (2.0**17, 0), (2.0**17, 1))]
+
+
 MET = {"nothing": 1.0, "inf": np.inf, "nan": np.nan}
 
 
