@@ -92,17 +92,23 @@ def is_state_by_parameter(name: str, value: Any, parameters: Container[int]) -> 
 
 
 def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
-    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one."""
+    """Lets an optimizer step another tensor in place of ``params[index]``, with the state it has for that one.
+
+    What cuts this off leaves the old tensor in ``params``, or the new one with all of its state.
+    """
     take_apart(optimizer)
     old = optimizer.params[index]
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
     forget_dead_parameters(optimizer)
+    by_id = [state for state in vars(optimizer).values() if isinstance(state, MutableMapping) and id(old) in state]
+    for state in by_id:
+        state[id(new)] = state[id(old)]
     optimizer.params[index] = new
     forget_dead_parameters(optimizer)
-    for state in vars(optimizer).values():
-        if isinstance(state, MutableMapping) and id(old) in state:
-            state[id(new)] = state.pop(id(old))
+    if not any(param is old for param in optimizer.params):
+        for state in by_id:
+            del state[id(old)]
 
 
 class _Met(NamedTuple):

@@ -15,7 +15,7 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.core import memory
-from netcl.optim import SGD
+from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge, session
 from clamp.compat import apex, paddle
@@ -268,6 +268,25 @@ def test_initialize_ends_no_handle_of_another_thread(task: Task) -> None:
     assert handles[0].is_active()
     task.step(handles[0])
     assert handles[0].last_step.stepped
+
+
+def test_a_master_has_the_moments_of_its_parameter(task: Task) -> None:
+    """Wherever Ctrl-C comes while an optimizer of a float32 parameter meets the master that this has got since."""
+    place, where = 0, ""
+    while where is not None:
+        param = bridge.Parameter.from_host(task.queue, np.ones((4, 3), np.float32))
+        optimizer = Adam([param])
+        optimizer.m[id(param)][...] = value = 0.5
+        masters.narrow([param], "float16")
+        events = Events(("pairs", place))
+        with suppress(KeyboardInterrupt), as_python_does(), events.counted():
+            events.phase = "pairs"
+            masters.pairs(optimizer)
+        events.phase, where, place = "", events.where, place + 1
+        ((master, _),) = masters.pairs(optimizer)
+        assert master is not param
+        assert (optimizer.m[id(master)] == value).all(), where
+    assert place > 20
 
 
 def test_a_parameter_keeps_its_bits_in_a_master(task: Task) -> None:
