@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -133,15 +134,16 @@ def write(file: Path | None, content: bytes) -> None:
     """Keeps something in a file, if there is one that can be written."""
     if file is None:
         return
+    # Renamed into place, so that a process starting beside this one never reads half a file. Its name is known before
+    # it is there, so that Ctrl-C never leaves it.
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        # Renamed into place, so that a process starting beside this one never reads half a file.
-        number, temporary = tempfile.mkstemp(dir=file.parent)
         try:
-            with open(number, "wb") as opened:
+            with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as opened:
                 opened.write(_digest(file, content) + b"\n" + content)
             os.replace(temporary, file)
         except BaseException:  # a full disk, Ctrl-C
-            with suppress(FileNotFoundError):  # it has been renamed
+            with suppress(FileNotFoundError):  # it has been renamed, or is not there yet
                 os.unlink(temporary)
             raise
     except OSError:  # a disk that is full or read-only

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +18,9 @@ import pytest
 from clamp.opencl import cache, cache_writer, program
 from clamp.opencl.device import capabilities
 from clamp.ops.cast import cast
+from tests.faults import inject
+from tests.faults.check import as_python_does
+from tests.faults.inject import Events
 from tests.reference import to_device, to_numpy
 
 _CONTEXTS: list[cl.Context] = []  # Intel's runtime frees a context that only its queue refers to
@@ -213,18 +218,22 @@ def test_signatures_are_the_same_from_disk(queue: cl.CommandQueue, file: Path) -
     assert known.signatures == built.signatures == {"cast": ["float*", "half*", "ulong", "uint"]}
 
 
-@pytest.mark.parametrize("is_in_place", [False, True])
 def test_ctrl_c_while_a_file_is_kept_goes_on_and_leaves_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_place: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = os.replace
-
-    def interrupted(source: str, place: Path) -> None:
-        if is_in_place:
-            own(source, place)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.write(tmp_path / "kept", b"content")
-    assert list(tmp_path.iterdir()) == [tmp_path / "kept"] * is_in_place
+    """Wherever it comes, in Python's own modules too."""
+    monkeypatch.setattr(inject, "_FOLDERS", (*inject._FOLDERS, tempfile.__file__))
+    file = tmp_path / "kept"
+    cache.write(file, b"before")
+    for place in range(1000):
+        events = Events(("write", place))
+        with suppress(KeyboardInterrupt), as_python_does(), events.counted():
+            events.phase = "write"
+            cache.write(file, b"after")
+        events.phase = ""
+        assert list(tmp_path.iterdir()) == [file], events.where
+        assert cache.read(file, bytes) in (b"before", b"after"), events.where
+        if events.where is None:
+            break
+        cache.write(file, b"before")
+    assert place > 10, "it was interrupted"
