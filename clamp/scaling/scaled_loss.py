@@ -146,7 +146,7 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
 def require_scale_reaches(nodes: Sequence[Node]) -> None:
     """Raises RuntimeError where one of a scaled loss's computed nodes does not hand the scale on: netcl's own
     mse_loss, of a call while AMP was not there, gives the same gradient whatever comes to it."""
-    for node in bridge.foreign_nodes(nodes):
+    for node in nodes:
         grad_fn = node.grad_fn
         if (getattr(grad_fn, "__module__", ""), getattr(grad_fn, "__qualname__", "")) == _DEAF:
             raise RuntimeError(
