@@ -1,4 +1,5 @@
-"""Memory that one queue frees is not handed to another queue: of clamp's tensors, and of netcl's while AMP is on."""
+"""netcl's memory and probes: what one queue frees is not handed to another queue, of clamp's tensors and, while AMP is
+on, of netcl's; and what netcl would find out about a device by running kernels on it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from typing import Any
 
 import pyopencl as cl
 import pytest
+from netcl.core import capabilities as netcls
 from netcl.core import memory
 from netcl.core.tensor import Tensor
 
 from clamp import amp, bridge
+from clamp.opencl.device import capabilities
 from clamp.recordings.capture import address_of
 
 SHAPE = (3, 1001)
@@ -103,3 +106,33 @@ def test_more_tensors_of_one_size_than_netcls_pool_keeps_take_memory_once(queues
             taken.append((pool.stats.misses, bridge.free_bytes()))
     assert taken[2:] == taken[2:3] * 3
     assert pool.max_buffers_per_bucket == kept
+
+
+# -------------------------------------------------------------------------------------------------------------- probes
+
+
+@pytest.fixture
+def unknown(queue: cl.CommandQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """netcl has not looked at the queue's device yet; what it knew is there again after the test."""
+    monkeypatch.setattr(netcls, "_CAPS_CACHE", {})
+
+
+def test_netcl_knows_of_a_device_under_amp_what_it_knows_without(queue: cl.CommandQueue, unknown: None) -> None:
+    alone = netcls.get_device_capabilities(queue)
+    netcls.invalidate_capabilities(queue)
+    with amp.init():
+        assert netcls.get_device_capabilities(queue) == alone
+    assert alone.inter_kernel_sync != "finish", "what netcl says where its look fails"
+
+
+def test_nothing_is_compiled_to_look_at_a_processor(
+    queue: cl.CommandQueue, unknown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    build = cl.Program.build
+    monkeypatch.setattr(
+        cl.Program, "build", lambda self, *args, **kwargs: built.append(1) or build(self, *args, **kwargs)
+    )
+    with amp.init():
+        netcls.get_device_capabilities(queue)
+    assert bool(built) is not capabilities(queue).is_cpu
