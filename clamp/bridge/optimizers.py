@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from inspect import signature
@@ -232,35 +231,6 @@ ROUNDINGS = "_roundings"
 def roundings(optimizer: Any) -> int:
     """Returns how many steps of an optimizer have rounded parameters by chance."""
     return int(getattr(optimizer, ROUNDINGS, 0))
-
-
-def optimizer_of_one(optimizer: Any, param: Tensor, other: Tensor) -> Any:
-    """An optimizer of netcl's, or of clamp's own, like this one but of a single parameter, with a copy of the state.
-
-    Args:
-        param: one of the optimizer's, float32.
-        other: what it steps in place of it, of as many elements.
-    """
-    take_apart(optimizer)
-    params = list(optimizer.params)
-    index, ids = next(k for k, x in enumerate(params) if x is param), set(map(id, params))
-    made = copy.copy(optimizer)
-    kept = vars(made)
-    for name, value in vars(optimizer).items():
-        if is_state_by_parameter(name, value, ids) and not is_kernel_store(name):
-            kept[name] = {id(other): _copied(param, value[id(param)])} if id(param) in value else {}
-    kept["params"] = [other]
-    loaded = loaded_moments(optimizer)
-    set_moments(made, None if loaded is None else loaded[index : index + 1])
-    return made
-
-
-def _copied(param: Tensor, state: Any) -> Any:
-    if not isinstance(state, cl.Buffer):
-        return state.copy() if isinstance(state, np.ndarray) else state
-    made = cl.Buffer(param.context, cl.mem_flags.READ_WRITE, state.size)
-    cl.enqueue_copy(param.queue, made, state, byte_count=state.size)
-    return made
 
 
 def forward_and_backward(trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -31,8 +31,7 @@ class Update:
 
     rule: str  # what is computed, by its name in kernels/optimizer_step.cl
     numbers: tuple[np.generic, ...]  # of the rule, of the kernel's types
-    kept: Buffers  # what holds the state; the same objects as long as the state lies where it lay
-    states: Callable[[], list[Buffers]]  # makes the buffers of the state, for each kind one a parameter
+    states: list[Buffers]  # of each kind one a parameter; the same objects as long as the state lies where it lay
     counted: int | None = None  # the optimizer's count of steps after it; None if it keeps none
 
 
@@ -122,9 +121,9 @@ def _sgd(optimizer: SGD, params: Sequence[Tensor]) -> Update:
             state[id(param)] = _zeros(param)
     numbers = np.float32(optimizer.lr), np.float32(optimizer.weight_decay)
     if optimizer.momentum == 0.0:
-        return Update("sgd", numbers, [], list)
+        return Update("sgd", numbers, [])
     velocities = [state[id(param)] for param in params]
-    return Update("sgd_momentum", (*numbers, np.float32(optimizer.momentum)), velocities, lambda: [velocities])
+    return Update("sgd_momentum", (*numbers, np.float32(optimizer.momentum)), [velocities])
 
 
 def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
@@ -139,19 +138,19 @@ def _momentum(optimizer: Momentum, params: Sequence[Tensor]) -> Update | None:
     if any(velocity is None for velocity in velocities):
         return None
     numbers = (*map(np.float32, chosen), np.int32(bool(optimizer.nesterov)))
-    return Update("momentum", numbers, velocities, lambda: [velocities])
+    return Update("momentum", numbers, [velocities])
 
 
 def _adam(optimizer: Adam, params: Sequence[Tensor]) -> Update:
     for param in params:
         if id(param) not in optimizer._m_buf or id(param) not in optimizer._v_buf:
             optimizer._m_buf[id(param)], optimizer._v_buf[id(param)] = _zeros(param), _zeros(param)
-    return adams("adam", optimizer, *_moments(optimizer, params))
+    return adams("adam", optimizer, _moments(optimizer, params))
 
 
 def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
     _make_moments(optimizer, params)
-    return adams("adamw", optimizer, *_moments(optimizer, params))
+    return adams("adamw", optimizer, _moments(optimizer, params))
 
 
 def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
@@ -173,23 +172,28 @@ def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
         raise
 
 
-def adams(rule: str, optimizer: Adam | AdamW, kept: Buffers, states: Callable[[], list[Buffers]]) -> Update:
+def adams(rule: str, optimizer: Adam | AdamW, states: list[Buffers]) -> Update:
     """The next step of Adam or AdamW, by a rule that has their numbers."""
     beta1, beta2, t = optimizer.beta1, optimizer.beta2, optimizer.t + 1
     chosen = optimizer.lr, optimizer.weight_decay, beta1, beta2, optimizer.eps, 1.0 - beta1**t, 1.0 - beta2**t
-    return Update(rule, (*map(np.float32, chosen),), kept, states, t)
+    return Update(rule, (*map(np.float32, chosen),), states, t)
 
 
-def _moments(optimizer: Adam | AdamW, params: Sequence[Tensor]) -> tuple[Buffers, Callable[[], list[Buffers]]]:
-    first = [optimizer._m_buf[id(param)] for param in params]
-    second = [optimizer._v_buf[id(param)] for param in params]
-    return [*first, *second], lambda: [first, second]
+def _moments(optimizer: Adam | AdamW, params: Sequence[Tensor]) -> list[Buffers]:
+    return [[held[id(param)] for param in params] for held in (optimizer._m_buf, optimizer._v_buf)]
 
 
 def placed(param: Tensor, array: Any, dtype: Any = np.float32) -> cl.Buffer:
     """A new buffer with an array of an optimizer's state, on the device of the parameter that it is for."""
     flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
     return cl.Buffer(param.context, flags, hostbuf=np.ascontiguousarray(array, dtype))
+
+
+def copied(param: Tensor, state: cl.Buffer) -> cl.Buffer:
+    """A new buffer with what one of an optimizer's state holds of a parameter."""
+    made = cl.Buffer(param.context, cl.mem_flags.READ_WRITE, state.size)
+    cl.enqueue_copy(param.queue, made, state, byte_count=state.size)
+    return made
 
 
 def _zeros(param: Tensor) -> cl.Buffer:

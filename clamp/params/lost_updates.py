@@ -170,7 +170,7 @@ def part_lost(rows: Sequence[LayerUpdates]) -> float:
 
 
 def of_next_step(optimizer: Any, master: Tensor) -> Counts | None:
-    """Counts what the next step of an optimizer would lose of one parameter; nothing is changed.
+    """Counts what the next step of an optimizer would lose of one parameter; no number is changed.
 
     Args:
         optimizer: one that ``bridge.has_rule``.
@@ -179,12 +179,12 @@ def of_next_step(optimizer: Any, master: Tensor) -> Counts | None:
     Returns:
         None if the step makes inf or nan of it, or computes in another way than ``bridge.next_update`` knows.
     """
-    twin = bridge.empty(master.queue, master.shape, "float32")
-    transfer.copy(master.queue, twin.buffer, master.buffer, bridge.nbytes(twin))
-    twin.grad = master.grad
-    update = bridge.next_update(bridge.optimizer_of_one(optimizer, master, twin), [twin])
+    update = bridge.next_update(optimizer, [master])
     if update is None:
         return None
-    launches = MultiUpdate(update.rule, len(update.numbers), [twin], update.states(), [None])
-    in_turn(launches.pieces(update.numbers, [twin.grad]))
+    twin = bridge.empty(master.queue, master.shape, "float32")
+    transfer.copy(master.queue, twin.buffer, master.buffer, bridge.nbytes(twin))
+    states = [[bridge.copied(master, state) for state in kind] for kind in update.states]
+    launches = MultiUpdate(update.rule, len(update.numbers), [twin], states, [None])
+    in_turn(launches.pieces(update.numbers, [master.grad]))
     return count(bridge.model_parameter(master), twin)

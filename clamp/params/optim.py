@@ -147,8 +147,7 @@ def _step(optimizer: Any) -> None:
 
 
 def _update(optimizer: Any, params: Sequence[Tensor]) -> bridge.Update:
-    held = [optimizer._held(param) for param in params]
-    return bridge.adams(optimizer._rule, optimizer, held, lambda: [held])
+    return bridge.adams(optimizer._rule, optimizer, [[optimizer._held(param) for param in params]])
 
 
 for _kind in (Adam8bit, AdamW8bit):

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -138,8 +138,8 @@ class OptimizerStep:
         copies = masters.copies_of(params)
         key = _key_of(update, copies)
         if prepared is None or prepared.key != key:
-            launches = MultiUpdate(update.rule, len(update.numbers), params, update.states(), copies)
-            held = list(params), update.kept, copies
+            launches = MultiUpdate(update.rule, len(update.numbers), params, update.states, copies)
+            held = list(params), update.states, copies
             prepared = _prepared[self._optimizer] = _Prepared(launches, places, key, written, held)
         return _Ready(prepared.launches, update, copies, params, [param.grad for param in params])
 
@@ -273,7 +273,7 @@ def _places_of(params: Sequence[Tensor]) -> list[int]:
 
 def _key_of(update: bridge.Update, copies: Sequence[Copy | None]) -> list[Any]:
     written = [copy and (id(copy.tensor), id(copy.tensor.buffer), copy.tensor.dtype, copy.keeps) for copy in copies]
-    return [update.rule, *map(id, update.kept), *written]
+    return [update.rule, *map(id, chain.from_iterable(update.states)), *written]
 
 
 def _written(params: Sequence[Tensor]) -> dict[int, Any] | None:
