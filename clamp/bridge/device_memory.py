@@ -20,7 +20,7 @@ from netcl.core.memory import _PERSISTENT_POOLS, PersistentBufferPool
 
 from clamp.bridge.autograd import Node, Tape
 from clamp.bridge.modules import Module
-from clamp.bridge.objects import content_of, own_attributes, slots_of, values_in
+from clamp.bridge.objects import content_of, own_attributes, slots_of, values_in, with_subclasses
 from clamp.bridge.optimizers import is_optimizer
 from clamp.bridge.tensors import Tensor, empty
 from clamp.interrupts import holding
@@ -76,13 +76,9 @@ def instances_of(*kinds: type) -> list[Any]:
     """
     if _count_set_aside():
         gc.unfreeze()
-    classes = set[type]().union(*map(_with_subclasses, kinds))
+    classes = {*with_subclasses(*kinds)}
     # Not isinstance: it asks x.__class__, and proxies run code of their own at that.
     return [x for x in gc.get_referrers(*classes) if type(x) in classes]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 def living_tensors() -> list[Seen]:

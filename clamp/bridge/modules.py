@@ -25,17 +25,6 @@ NETCLS_FOLDER = str(Path(str(netcl.__file__)).parent)
 MADE_FROM_LAYERS = frozenset({"_fused_layers", "_fused_train_layers"})
 
 
-def module_classes() -> Iterator[type]:
-    """The classes of all layers and models that are defined, netcl's and the user's."""
-    stack, seen = [Module], set()
-    while stack:
-        cls = stack.pop()
-        if cls not in seen:
-            seen.add(cls)
-            stack += cls.__subclasses__()
-            yield cls
-
-
 def module_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of a model, each once, with their names: ``("layers.0.weight", tensor)``.
 

@@ -73,16 +73,13 @@ def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def function_of(full_name: str) -> tuple[Any, Any]:
-    """Returns what stands under a full name of netcl's now, and netcl's own function, which a user's may hide.
-
-    None: what is not there, or not found.
-    """
+def function_of(full_name: str) -> Any:
+    """netcl's own function of a full name, which a user's may hide there; None if it is not there, or not found."""
     module, _, name = full_name.rpartition(".")
     stands = getattr(sys.modules[module], name, None) if module in sys.modules else None
     if not is_users(stands):
-        return stands, stands
-    return stands, held_in(stands, name) or _defined_behind(module, name)
+        return stands
+    return held_in(stands, name) or _defined_behind(module, name)
 
 
 def held_in(wrapper: Any, name: str | None = None) -> Any:

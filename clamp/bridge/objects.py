@@ -55,6 +55,17 @@ def living(kind: type[T]) -> list[T]:
         return [x for x in among if isinstance(x, kind)]
 
 
+def with_subclasses(*classes: type) -> Iterator[type]:
+    """Classes, and all that are derived from them: of `Module`, netcl's and the user's layers and models."""
+    stack, seen = [*classes], set[type]()
+    while stack:
+        cls = stack.pop()
+        if cls not in seen:
+            seen.add(cls)
+            stack += type.__subclasses__(cls)
+            yield cls
+
+
 def in_reach(*roots: Any) -> Iterator[Any]:
     """The objects that some roots lead to, and the variables of the functions that are running here: through
     attributes, containers, closures, and the globals that functions name. Runs no code of theirs.

@@ -70,7 +70,7 @@ def _first_of(function: Function) -> Function:
 def _with_arguments_of(name: str, function: Function) -> Function:
     """A function that is called as netcl's function of this full name is."""
     import_module(name.rpartition(".")[0])
-    netcls = function_of(name)[1]
+    netcls = function_of(name)
     if netcls is None:  # no call comes here: what a user has put in netcl's place runs as it is
         return function
     theirs = inspect.signature(netcls).parameters

@@ -136,7 +136,7 @@ class Patches:
         and of one that has just been imported."""
         for name, wrapper in WRAPPERS.items():
             if module_of(name) in modules:
-                function = function_of(name)[1]  # which a user's may hide
+                function = function_of(name)  # which a user's may hide
                 if type(function) is types.FunctionType:
                     self._bindings.redirect(function, wrapper)
                 else:
@@ -156,7 +156,7 @@ class Patches:
 
     def _wrap_modules(self) -> None:
         """The calls of modules: of all classes that define one, and of those that are defined later."""
-        for module_class in bridge.module_classes():
+        for module_class in bridge.with_subclasses(bridge.Module):
             self._wrap_call(module_class)
 
         def defined(cls: Any, /, **options: Any) -> None:
@@ -198,7 +198,7 @@ class Patches:
             return  # "*", or a function that this release of netcl does not have
         owner = sys.modules[entry.module]
         if is_users(stands) and entry.name.startswith("netcl.") and entry.policy is not CastPolicy.NONE:
-            function = function_of(entry.name)[1]
+            function = function_of(entry.name)
             if held_in(stands, entry.function) is None:
                 warn_of(stands, entry.name)
                 self._bindings.wrap(owner, entry.function, netcl_wrapper(entry))

@@ -79,7 +79,7 @@ class _Recording:
         for name in ("to_host", "to_host_async"):
             self._replace_here(Tensor, name, _refused(f"Tensor.{name}", _READ_ADVICE))
         self._replace_here(Tensor, "from_host", self._upload)
-        for cls in () if isinstance(capture, Attempt) else bridge.module_classes():
+        for cls in () if isinstance(capture, Attempt) else bridge.with_subclasses(bridge.Module):
             for name in ("forward", "__call__"):
                 if callable(vars(cls).get(name)):
                     self._replace(cls, name, partial(self._modules.noting, is_on=self._is_on))

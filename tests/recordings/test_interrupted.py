@@ -79,7 +79,7 @@ def patched() -> dict[str, Any]:
     """All that a recording puts something in the place of."""
     gc.collect()
     owners = {"cl": cl, "memory": memory, "Kernel": cl.Kernel, "Tensor": Tensor, "Node": Node}
-    owners |= {cls.__qualname__: cls for cls in bridge.module_classes()}
+    owners |= {cls.__qualname__: cls for cls in bridge.with_subclasses(bridge.Module)}
     found = {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
     pools = {f"pool {key}": vars(pool).get("release") for key, pool in memory._PERSISTENT_POOLS.items()}
     threads = (host_steps.recorder(), host_steps._thread.suspended, function._inside.on, dict(function._waiting))
