@@ -91,7 +91,7 @@ def _state_of(optimizer: Any) -> Any:
 
 
 def _restore_tensor(tensor: Tensor, buffer: Any, bits: Any) -> None:
-    tensor.buffer = buffer  # fused AdamW gives its parameters another one
+    tensor.buffer = buffer  # it may have been given another one
     bridge.write_bytes(tensor, bits)
 
 

@@ -412,14 +412,6 @@ def share_gradient(master: Tensor, model: Tensor, grad: Tensor | None) -> None:
         gradient_marks.note_shared(master, grad)
 
 
-def clear_gradients(optimizer: Any) -> None:
-    """Clears the gradients of 16-bit parameters whose masters have none any more."""
-    for master in optimizer.params:
-        model = bridge.model_parameter(master)
-        if model is not master and master.grad is None:
-            share_gradient(master, model, None)
-
-
 # ---------------------------------------------------------------------------------------------- saving
 
 

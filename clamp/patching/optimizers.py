@@ -66,8 +66,9 @@ def zero_grad(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any
     """An optimizer's ``zero_grad``, which knows the masters' gradients only: the models' go as well."""
     host_step(partial(begin_anew, optimizer))  # before: they are still there for a repeat, and who holds one has it
     result = wrapped(*args, **kwargs)
-    if hasattr(optimizer, "params"):
-        masters.clear_gradients(optimizer)
+    for master, model in _masters_among(getattr(optimizer, "params", ())):
+        if master.grad is None:
+            masters.share_gradient(master, model, None)
     return result
 
 
