@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,24 @@ def test_two_observers_are_both_told_and_leave_one_by_one(queue: cl.CommandQueue
         ag.relu(x)
     assert (len(first.results), len(second.results)) == (1, 2)
     assert RESULTS.observers == ()
+
+
+def test_an_observer_of_a_thread_is_told_of_its_ops_sums_and_passes_alone(queue: cl.CommandQueue) -> None:
+    def used_twice() -> None:
+        x = ag.tensor(Parameter.from_host(queue, np.ones((2, 2), np.float32)))
+        ag.sum(ag.mul(ag.relu(x), x)).backward()
+
+    own, every = Notes(), Notes()
+    own.thread = threading.get_ident()
+    with amp.init(), RESULTS.attached(own), RESULTS.attached(every):
+        used_twice()
+        other = threading.Thread(target=used_twice)
+        other.start()
+        other.join()
+    assert (every.results, every.sums, every.backwards) == (2 * own.results, 2 * own.sums, 2 * own.backwards)
+    assert own.results
+    assert own.sums
+    assert own.backwards
 
 
 def test_gradients_are_added_by_no_kernel_of_netcls(queue: cl.CommandQueue) -> None:

@@ -198,26 +198,33 @@ def test_ranges_are_printed_and_reported(
     assert "The loss scale is" not in str(handle.summary(once))
 
 
-#: magnitudes of gradients at a loss scale; the one that is better, and what it gains
-GAINS: dict[str, tuple[list[float], float, tuple[float, str] | None]] = {
-    "nothing is lost": ([1e-3, 1.0, 10.0], 1024.0, None),
-    "a lower one, that only has more headroom": ([1e-8, 1.0, 3e4], 65536.0, None),
+#: dtype and magnitudes of gradients at a loss scale; the one that is suggested; what it gains; what is told else
+SCALES: dict[str, tuple[str, list[float], float, float, str, str]] = {
+    "nothing is lost": ("float16", [1e-3, 1.0, 10.0], 1024.0, 2.0**21, "", ""),
+    "a lower one, that only has more headroom": ("float16", [1e-8, 1.0, 3e4], 65536.0, 2.0**16, "", ""),
     "half of them become 0": (
-        [1e-9, 1e-8, 1e-4, 1e-2], 1.0, (2.0**21, "0 % in place of 50 % of the gradients become 0")),
-    "one is inf": ([1.0, 1.0, 1.0, 1e5], 4096.0, (1024.0, "0 % in place of 25 % of the gradients become inf")),
+        "float16", [1e-9, 1e-8, 1e-4, 1e-2], 1.0, 2.0**21, "0 % in place of 50 % of the gradients become 0", ""),
+    "one is inf": (
+        "float16", [1.0, 1.0, 1.0, 1e5], 4096.0, 1024.0, "0 % in place of 25 % of the gradients become inf", ""),
+    "of float16 there is but one": ("float16", [1.0], 1.0, 2.0**14, "", ""),
+    "float32": ("float32", [1.0], 1.0, 2.0**14, "", "; suggested for float16: 16384"),
+    "bfloat16": ("bfloat16", [1.0], 1.0, 1.0, "", "; bfloat16 needs none, it loses nothing of the gradients"),
+    "bfloat16 becomes 0": (
+        "bfloat16", [2.0**-140], 1.0, 2.0**24, "0 % in place of 100 % of the gradients become 0", ""),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", GAINS)
+@pytest.mark.parametrize("case", SCALES)
 def test_another_scale_is_told_of_only_where_it_gains(case: str) -> None:
-    numbers, scale, gain = GAINS[case]
-    row = LayerRange("mul", "", "gradient", "float16", scale, expected(np.array(numbers, np.float32)))
-    ranges = LayerRanges([row], scale, "float16")
-    assert ranges.gain == gain
-    told = "" if gain is None else f"; better for float16: {gain[0]:.8g}, at which {gain[1]}"
+    dtype, numbers, scale, suggested, gain, told = SCALES[case]
+    row = LayerRange("mul", "", "gradient", dtype, scale, expected(np.array(numbers, np.float32)))
+    ranges = LayerRanges([row], scale, dtype)
+    assert ranges.suggested_scale == suggested
+    assert ranges.gain == ((suggested, gain) if gain else None)
+    told = f"; better for {dtype}: {suggested:.8g}, at which {gain}" if gain else told
     assert str(ranges).endswith(f"loss scale: {scale:.8g}{told}")
-    summary = str(Summary("float16", 1, 0, [], scale, 0, 0.0, ranges=ranges))
-    assert (f"at {gain[0]:.8g}, {gain[1]}." in summary) if gain else ("The loss scale is" not in summary)
+    summary = str(Summary(dtype, 1, 0, [], scale, 0, 0.0, ranges=ranges))
+    assert (f"at {suggested:.8g}, {gain}." in summary) if gain else ("The loss scale is" not in summary)
 
 
 def test_what_shows_the_memory_of_another_takes_no_row(queue: cl.CommandQueue) -> None:
@@ -241,24 +248,6 @@ def test_inputs_that_want_no_gradient_take_no_row_of_a_parameter(queue: cl.Comma
 
     rows = [row for row in handle.ranges(once).rows if row.kind == "parameter gradient"]
     assert [(row.statistics.largest, row.scale) for row in rows] == [(8.0, 1.0)]
-
-
-#: the dtype of a gradient and its size; the scale that is suggested, and what is told of it
-SUGGESTED = [
-    ("float32", 1.0, 2.0**14, "; suggested for float16: 16384"),
-    ("float16", 1.0, 2.0**14, ""),
-    ("bfloat16", 1.0, 1.0, "; bfloat16 needs none, it loses nothing of the gradients"),
-    ("bfloat16", 2.0**-140, 2.0**24,
-     "; better for bfloat16: 16777216, at which 0 % in place of 100 % of the gradients become 0"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "size", "scale", "told"), SUGGESTED)
-def test_a_scale_is_suggested_where_float16_may_need_it(dtype: str, size: float, scale: float, told: str) -> None:
-    row = LayerRange("mul", "", "gradient", dtype, 1.0, expected(np.full(4, size, np.float32)))
-    ranges = LayerRanges([row], 1.0, dtype)
-    assert ranges.suggested_scale == scale
-    assert str(ranges).endswith(f"loss scale: 1{told}")
 
 
 # ---------------------------------------------------------------------------------------------- the picture
