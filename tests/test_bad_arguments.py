@@ -393,6 +393,34 @@ def test_numpys_functions_that_ask_for_truth_are_refused(queue: cl.CommandQueue,
         np.testing.assert_array_equal((np.float32(2) > x).value.to_host(), [1, 0])
 
 
+@pytest.mark.parametrize("function", [np.mean, np.sum, np.max, np.std, np.linalg.norm, np.isclose, np.stack, np.copy])
+def test_numpys_functions_of_arrays_take_no_node(queue: cl.CommandQueue, function: Any) -> None:
+    """To them it is an array of one object, whose mean is that object."""
+    x = ag.tensor(to_device(queue, np.array([-1.0, 3.0])))
+    more = {np.isclose: (1.0,)}.get(function, ())
+    with amp.init():
+        for each, what in ((x, "node: .*node.value"), (x.value, "tensor: read its numbers first, tensor")):
+            message = rf"numpy.{function.__name__} takes arrays, and was given a {what}\.to_host\(\)"
+            with pytest.raises(TypeError, match=message):
+                function([each] if function is np.stack else each, *more)
+            assert (np.shape(each), np.ndim(each)) == ((2,), 1)
+        with pytest.raises(TypeError, match=r"numpy.clip takes .* use netcl's own function, ag.clip, or"):
+            np.clip(x, 0.0, 1.0)
+
+
+def test_a_comparison_is_neither_true_nor_false(queue: cl.CommandQueue) -> None:
+    """``if loss < best`` would hold whatever they are."""
+    with amp.init():
+        x = ag.tensor(to_device(queue, np.array([-1.0, 3.0])), requires_grad=True)
+        for compare in (lambda: x < 1.0, lambda: x >= x, lambda: x > 2.0, lambda: ag.le(x.value, 1.0)):
+            with pytest.raises(TypeError, match="neither true nor false"):
+                assert compare()
+        with pytest.raises(TypeError, match="neither true nor false"):
+            max(x, x * 2.0)
+        np.testing.assert_array_equal(ag.where(x < 1.0, x, 0.0).value.to_host(), [-1.0, 0.0])
+        assert x
+
+
 def test_nodes_as_indices_are_shown_without_their_graphs(queue: cl.CommandQueue) -> None:
     x = ag.tensor(to_device(queue, np.ones((2, 3))), requires_grad=True)
     with amp.init(), pytest.raises(TypeError, match=r"\[<Node of shape \(2, 3\), float32>.* whole numbers"):

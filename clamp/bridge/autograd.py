@@ -53,6 +53,20 @@ class OffTape(Node):  # type: ignore[misc]
     is_clamps = True
 
 
+class Comparison(Node):  # type: ignore[misc]
+    """A node that a comparison made, of which ``if loss < best:`` asks for a truth that no single element has.
+
+    Raises:
+        TypeError: by ``bool``: any other object is true.
+    """
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a comparison of nodes is a node, of 1 and 0 for its elements, and neither true nor false: compare "
+            "numbers, loss.value.to_host()[0] < best say"
+        )
+
+
 def with_backward(x: Any) -> Any:
     """x; a node of netcl's without a ``backward`` has one then, for scripts that call it with AMP off as well."""
     if type(x) is Node and not hasattr(x, "backward"):

@@ -190,7 +190,7 @@ def _comparison(op: str) -> None:
         operands, inputs = _with_numbers(casting, a, b)
         # netcl returns a node here even for bare tensors and without grad mode.
         out = elementwise(op, casting.result_dtype(*operands), *_values(inputs))
-        return Node(value=out, requires_grad=False)
+        return bridge.Comparison(value=out, requires_grad=False)
 
 
 for _op in ("lt", "le", "gt", "ge"):

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from netcl import autograd as ag
 
 from clamp import bridge
 from clamp.bridge import Node, Tape, Tensor, TensorLike
@@ -287,6 +288,23 @@ def numpy_function(self: TensorLike, function: np.ufunc, method: str, *given: An
     if function.__name__ in _COMPARING:
         options.setdefault("dtype", object)  # else numpy asks whether the node of the result is true
     return getattr(function, method)(*map(_number_or_object, given), **options)
+
+
+@replaces("netcl.autograd.engine.Node.__array_function__")
+@replaces("netcl.core.tensor.Tensor.__array_function__")
+def numpy_routine(self: TensorLike, function: Any, types: Any, given: Any, options: Any) -> Any:
+    """numpy's functions of arrays, ``np.mean(node)`` or ``np.clip(node, 0, 1)``, take a node for an array of a single
+    object, which is its own mean and its own sum, and which nothing clips.
+
+    Raises:
+        TypeError: the function is another one than ``np.shape`` and ``np.ndim``.
+    """
+    if function in (np.shape, np.ndim):
+        return function(np.broadcast_to(0.0, self.shape))
+    name, is_node = function.__name__, isinstance(self, Node)
+    own = f"use netcl's own function, ag.{name}, or " if is_node and hasattr(ag, name) else ""
+    what, numbers = ("node", "node.value.to_host()") if is_node else ("tensor", "tensor.to_host()")
+    raise TypeError(f"numpy.{name} takes arrays, and was given a {what}: {own}read its numbers first, {numbers}")
 
 
 _COMPARING = frozenset({"greater", "greater_equal", "less", "less_equal"})
