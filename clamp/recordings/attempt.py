@@ -7,6 +7,7 @@ clocks, queues, files and other processes.
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import gc
 import io
@@ -29,7 +30,7 @@ import numpy as np
 from netcl.runtime.capture import KernelCapture
 
 from clamp.bridge import Tensor
-from clamp.interrupts import contextmanager, undoing
+from clamp.interrupts import contextmanager, holding, undoing
 from clamp.opencl.host_steps import HostValue, recorder, refuse, value_now
 from clamp.params.weight_cache import Together
 from clamp.recordings.code_names import LIBRARIES, is_of_library
@@ -102,9 +103,10 @@ class Attempt(KernelCapture):  # type: ignore[misc]
 
 # ---------------------------------------------------------------------------------------------- what is refused
 
+_ADVICE = "Ask outside of it, and pass the answer: a number as an argument, data as a tensor."
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 _LOOKS = frozenset({os.stat, os.listdir, os.scandir})  # whether there is a file
-_FILES = (*_LOOKS, os.read, np.fromfile, pickle.load)
+_FILES = (*_LOOKS, os.read, np.fromfile, pickle.load, *(getattr(os, x) for x in ("pread", "readv") if hasattr(os, x)))
 _FUNCTIONS = frozenset(
     (time.localtime, time.gmtime, time.ctime, time.strftime, os.urandom, os.getloadavg, os.times, input, *_FILES)
 ).union(getattr(time, f"{clock}{unit}") for clock in _CLOCKS for unit in ("", "_ns"))
@@ -116,13 +118,17 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
 _GOES_ON = CO_GENERATOR | CO_COROUTINE | CO_ITERABLE_COROUTINE | CO_ASYNC_GENERATOR
 _CLOSED = {opmap.get(name) for name in ("RERAISE", "CLEANUP_THROW")}  # where one is left that nobody holds any more
 _TODAY = frozenset({"now", "utcnow", "today"})
-#: Modules that read a file for whoever calls them.
+#: Modules that read a file, or ask for whoever calls them.
 _READERS = frozenset({"genericpath", "posixpath", "ntpath", "pathlib", "pathlib._local", "pathlib._abc", "json"})
 _READERS |= {"numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib.format", "numpy.lib._format_impl"}
+_READERS |= {"numpy.core.memmap", "numpy._core.memmap", "configparser", "fileinput", "subprocess"}
+_READERS |= {"random", "secrets", "uuid"}
 #: What in these looks only for the sake of what it is to write, or of a path, and tells its caller nothing of it.
 _WRITERS = frozenset({"mkdir", "touch", "resolve", "copy", "copy_into", "move", "move_into"})
-#: Python's own code that waits for what others send, by module and name.
+#: Code of libraries that waits for what others send, or reads a text, by module and name.
 _WAITING = {("queue", "get"), ("multiprocessing.queues", "get"), ("multiprocessing.connection", "recv")}
+_WAITING |= {("subprocess", "communicate")}
+_WAITING |= {(f"numpy.lib.{x}", name) for x in ("npyio", "_npyio_impl") for name in ("loadtxt", "genfromtxt")}
 
 
 @contextmanager
@@ -137,11 +143,21 @@ def answers_refused(attempt: Attempt) -> Iterator[None]:
     if outer is not None:  # somebody is measuring
         yield
         return
+    opening = partial(_open, open)  # what is iterated line by line asks nothing that Python would tell of
     try:
-        sys.setprofile(partial(_look, attempt, {}))
-        yield
+        with holding(builtins, "open", opening), holding(io, "open", opening):
+            sys.setprofile(partial(_look, attempt, {}))
+            yield
     finally:
         sys.setprofile(None)
+
+
+def _open(plain: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """``open``, while something is recorded: for writing only."""
+    caller = _caller_of_readers(sys._getframe(1))
+    if {"r", "+"} & {*str(mode)} and caller is not None and _is_users(caller) and not _is_collecting(caller):
+        refuse("open() was called", _ADVICE)
+    return plain(file, mode, *args, **kwargs)
 
 
 @contextmanager
@@ -189,14 +205,12 @@ def _look(attempt: Attempt, begun: dict[int, bool], frame: FrameType, event: str
             begun.pop(id(frame), None)
         return
     elif event == "call" and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITING:
-        asked = frame.f_code.co_qualname if frame.f_back is not None and _is_users(frame.f_back) else ""
+        caller = _caller_of_readers(frame.f_back)
+        asked = frame.f_code.co_qualname if caller is not None and _is_users(caller) else ""
     else:
         return
     if asked and not _is_collecting(frame):
-        refuse(
-            f"{asked}() was called",
-            "Ask outside of it, and pass the answer: a number as an argument, data as a tensor.",
-        )
+        refuse(f"{asked}() was called", _ADVICE)
 
 
 def _caller_of_readers(frame: FrameType | None) -> FrameType | None:

@@ -134,6 +134,8 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.rand
 
 def drawn(generator: Any) -> str:
     """The state of a random generator, told apart from others by its text."""
+    if isinstance(generator, random.SystemRandom):
+        return ""  # it has none, and asks the system each time
     if isinstance(generator, random.Random):
         return repr(generator.getstate())
     if isinstance(generator, np.random.RandomState):

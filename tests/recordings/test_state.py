@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import copy
+import csv
 import ctypes
 import datetime
 import functools
@@ -11,12 +13,15 @@ import io
 import itertools
 import os
 import queue as queues
+import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
+import uuid
 import warnings
 import weakref
 from array import array
@@ -561,11 +566,36 @@ ASKED: dict[str, Callable[[], Callable[[], float]]] = {
     "a file": lambda: iter_of(io.StringIO("1 2 3 4 5 6 7 8 9")),
     "a path": lambda: lambda: float(len(Path(__file__).read_text())),
     "whether a file is there": lambda: lambda: float(os.path.exists(__file__)),
+    "a line": lambda: of_lines(lambda lines: next(iter(lines))),
+    "a table": lambda: of_lines(lambda lines: next(csv.reader(lines))),
+    "numpy's text": lambda: lambda: float(np.loadtxt(__file__, str, max_rows=1, usecols=0).size),
+    "mapped memory": lambda: lambda: float(np.memmap(__file__, np.uint8, "r")[0]),
+    "settings": lambda: lambda: float(len(configparser.ConfigParser().read(os.devnull))),
+    "a part of a file": lambda: lambda: read_at(__file__),
+    "another process": lambda: lambda: float(subprocess.check_output(["echo", "2"])),
+    "the system's chance": lambda: random.SystemRandom().random,
+    "a unique name": lambda: lambda: float(uuid.uuid4().int % 9),
     "a file of numpy's": lambda: lambda: float(np.fromfile(__file__, np.uint8)[0]),
     "a queue": lambda: filled(queues.Queue()).get,
     "the last of a queue": lambda: filled(queues.LifoQueue()).get,
     "a simple queue": lambda: filled(queues.SimpleQueue()).get,
 }
+
+
+def of_lines(read: Callable[[Any], Any]) -> Callable[[], float]:
+    def ask() -> float:
+        with open(__file__) as lines:
+            return float(len(read(lines)))
+
+    return ask
+
+
+def read_at(file: str) -> float:
+    number = os.open(file, os.O_RDONLY)
+    try:
+        return float(len(os.pread(number, 3, 0)))
+    finally:
+        os.close(number)
 
 
 def iter_of(file: io.StringIO) -> Callable[[], float]:
