@@ -91,7 +91,8 @@ class ManualScaling(bridge.Listed):
         self.guards = StepGuards()  # with the optimizers' bits of the scales' overflow words
         self._rounds = {}
         self._scaled_any = False  # whether anything was multiplied by the scale
-        self._is_moved = False  # whether a batch that was given up has moved the scale, before its update()
+        # Whether a batch that was given up, or a state that was loaded, has moved the scale before its update().
+        self._is_moved = False
         self._scaler = self._scale_class(rule=replace(rule, min=self._floor, max=LARGEST))
         self.load_state_dict({"loss_scale": init_scale, "unskipped": 0})
 
@@ -343,6 +344,7 @@ class ManualScaling(bridge.Listed):
         parse_state(state, self.rule.called)
         self._allow(state["loss_scale"])
         self._scaler.load_state_dict(state)
+        self._is_moved = self._is_moved or bool(self._rounds)  # an update that comes after all has nothing to do
         self._rounds.clear()
 
     def _allow(self, scale: Any) -> None:

@@ -116,7 +116,7 @@ class Run:
 
     ``b`` backward from the scaled loss, after zero_grad; ``a`` another one; ``p`` from the loss itself; ``x`` ``m``
     ``n`` an inf, -inf or nan comes into the gradient; ``z`` zero_grad, ``w`` where steps are only looked at; ``u``
-    unscale; ``s`` step; ``U`` update.
+    unscale; ``s`` step; ``U`` update; ``l`` its own state is loaded.
     """
 
     def __init__(self, queue: cl.CommandQueue, face: str, **settings: Any) -> None:
@@ -148,6 +148,8 @@ class Run:
             self.scaler.unscale(self.optimizer)
         elif letter == "U":
             self.scaler.one.update()
+        elif letter == "l":
+            self.scaler.one.load_state_dict(self.scaler.one.state_dict())
         elif letter == "s":
             before = self.param.to_host().copy()
             self.scaler.step(self.optimizer)
@@ -202,6 +204,9 @@ SCALES: dict[str, tuple[str, dict[str, Any], str, list[float]]] = {
     ),
     "a bad batch is left out by a step that is only looked at": (
         "pytorch paddle", {}, "bxu w U", [2.0**16, 2.0**16, 2.0**15]
+    ),
+    "a state is loaded before the update": (
+        "pytorch paddle", {"every": 1}, "bslU bulsU .", [2.0**16, 2.0**17, 2.0**18]
     ),
     "inf after unscaling": ("pytorch paddle netcl", {}, "buxsU", [2.0**15]),
     "-inf after unscaling": ("pytorch paddle netcl", {}, "bumsU", [2.0**15]),
