@@ -90,6 +90,7 @@ def supports_fp16(wrapped: Any, instance: None, /, queue: Any) -> bool:
 class _Known:
     """The device side of a scaler of netcl's."""
 
+    scaler: weakref.ref[Any]
     scale: LossScale
     last: tuple[float, int]  # netcl's scale when it was last seen, and how often ``scale`` had been set until then
     stuck: tuple[float, int] = 0.0, 0  # the scale at which inf or nan was met last, and how often in a row
@@ -104,9 +105,11 @@ def _scale_of(scaler: Any, queue: cl.CommandQueue) -> LossScale:
     bridge.set_host_scale(scaler, value)
     known = _known.get(id(scaler))
     if known is None:
-        known = _known[id(scaler)] = _Known(scale := LossScale(value), (value, scale.changes))
-        known.scale.comes_down = True  # netcl's scaler lowers it
-        weakref.finalize(scaler, _known.pop, id(scaler), None)
+        scale = LossScale(value)
+        scale.comes_down = True  # netcl's scaler lowers it
+        # All of it in C, which no Ctrl-C ends: the next scaler may have this one's id.
+        reference = weakref.ref(scaler, partial(_known.pop, id(scaler)))
+        known = _known[id(scaler)] = _Known(reference, scale, (value, scale.changes))
     if known.last != (value, known.scale.changes):  # netcl's is another, or a dry run has put back the one of before
         known.scale.set_scale(value)
         known.last = value, known.scale.changes

@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,10 +20,12 @@ from netcl.optim import SGD, Adam
 
 from clamp import amp, bridge, session
 from clamp.compat import apex, paddle
+from clamp.compat import netcl as compat
 from clamp.compat.oneflow import Graph
 from clamp.params import masters, updates
 from clamp.scaling.dynamic_scale import DynamicLossScale
 from clamp.scaling.loss_scale import LossScale
+from tests.faults import inject
 from tests.faults.check import as_python_does
 from tests.faults.inject import Events
 from tests.networks import LR, Task, mlp, weights_of
@@ -122,6 +125,25 @@ def test_netcls_scaler_divides_once(task: Task) -> None:
             scaler.unscale_grads(task.optimizer.params)
         assert not scaler.unscale_grads(task.optimizer.params)
         assert task.gradient == 1
+
+
+def test_a_scaler_of_netcls_takes_what_is_known_of_it_along(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Ctrl-C comes, in its end as well: the next one may have its id."""
+    monkeypatch.setattr(inject, "_FOLDERS", (*inject._FOLDERS, weakref.__file__))
+    monkeypatch.setattr("sys.unraisablehook", lambda raised: None)  # Python tells of what it swallows
+    place, where = 0, ""
+    with amp.init():
+        while where is not None:
+            events = Events(("known", place))
+            with suppress(KeyboardInterrupt), as_python_does(), events.counted():
+                scaler: Any = netcl.amp.GradScaler()
+                events.phase = "known"
+                compat._scale_of(scaler, task.queue)
+                del scaler
+            events.phase, where, place = "", events.where, place + 1
+            scaler = None
+            assert not compat._known, where
+    assert place > 10
 
 
 class Halves(Graph):
