@@ -691,6 +691,16 @@ def test_a_function_leaves_other_models_their_gradients(queue: cl.CommandQueue) 
         assert all(param.grad is grad for param, grad in zip(others[0].parameters(), grads, strict=True))
 
 
+def test_a_function_is_recorded_where_threads_that_have_ended_left_gradients(queue: cl.CommandQueue) -> None:
+    handle, model = amp.init(loss_scale=2.0**10), mlp(queue, 10, 16, 3)
+    call = amp.record(stepping(handle, model, SGD(list(model.parameters()), lr=0.05)))
+    for x, y in zip(BATCHES[:4], TARGETS[:4], strict=True):
+        data = to_device(queue, x), to_device(queue, y)
+        in_threads(lambda data=data: loss_of(model, data).backward())  # type: ignore[misc]
+        call(*data)
+    assert call.recordings == 1
+
+
 def test_looking_for_tensors_does_not_disturb_threads(queue: cl.CommandQueue) -> None:
     """Python raises SystemError in a thread that makes a tuple which somebody else holds already."""
     errors: list[BaseException] = []
