@@ -221,6 +221,14 @@ def test_a_weight_in_a_loop_is_packed_once_and_again_after_a_write(weight: Param
     assert [output(weight) for _ in range(4)] == [8.0] * 4
 
 
+def test_a_value_that_is_kept_weakly_goes_with_whoever_holds_it(queue: cl.CommandQueue) -> None:
+    cache, tensor = WeightCache(), Parameter.from_host(queue, np.ones(3, np.float32))
+    copy = cache.get(tensor, "copy", lambda _: to_device(queue, np.ones(3), "float16"), weakly=True)
+    assert cache.known(tensor, "copy") is copy
+    del copy
+    assert cache.known(tensor, "copy") is None
+
+
 def test_the_bytes_of_all_that_is_kept_are_counted(queue: cl.CommandQueue) -> None:
     cache, tensor = WeightCache(), Parameter.from_host(queue, np.ones(3, np.float32))
     cache.get(tensor, "copy", lambda _: to_device(queue, np.ones(3), "float16"))
