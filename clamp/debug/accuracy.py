@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
+from inspect import signature
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from clamp.debug.ranges import FORMATS
 from clamp.debug.watcher import RESULT, AmpSide, Float32Side, Key, ValueAccuracy
 from clamp.debug.words import aligned, placed
 from clamp.interrupts import replacing
-from clamp.ops.arguments import number
+from clamp.ops.arguments import number, shown
 from clamp.ops.cast import cast
 
 _SHOWN = 30  # rows of a table
@@ -200,9 +201,12 @@ def _step_of(
                 f"does forward and backward, alone; got {type(step).__name__}"
             )
         return lambda scale: step()
-    if not len(batch):
+    if not isinstance(batch, list | tuple):
+        raise TypeError(f"compare_accuracy takes a batch as a tuple of arrays, (x,) or (x, y), got {shown(batch)}")
+    if not batch:
         raise TypeError(f"compare_accuracy needs a batch for a model: compare_accuracy({type(step).__name__}(...), "
                         "(x, y), loss=F.cross_entropy)")  # fmt: skip
+    _require_taken(step, batch, loss)
     queue = next((tensor.queue for _, tensor in bridge.module_tensors(step)), None)
     inputs = [_input(x, queue) for x in batch]
 
@@ -214,6 +218,19 @@ def _step_of(
         return found
 
     return forward_and_backward
+
+
+def _require_taken(model: Any, batch: Sequence[Any], loss: Any) -> None:
+    """Raises TypeError where a model cannot be called with a batch, or with all but the last of it for the loss."""
+    taken = batch if loss is None else batch[:-1]
+    try:
+        signature(model.forward).bind(*taken)
+    except TypeError as error:
+        more = "; for a loss of the model and the last array, pass loss=F.cross_entropy, say" if loss is None else ""
+        raise TypeError(
+            f"compare_accuracy calls {type(model).__name__} with {len(taken)} of the {len(batch)} arrays of the batch, "
+            f"which its forward does not take: {error}{more}"
+        ) from None
 
 
 def _input(x: Any, queue: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,15 @@ def check_step(step: Any, call: str, does: str = "does what one step of the loop
             f"{call} takes a function that {does}, got {shown(step)}: "
             f"pass the function itself, {call}(step), not what it returns, {call}(step())"
         )
+    try:
+        signature(step.forward if isinstance(step, bridge.Module) else step).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"{call} takes a function that {does}, and calls it without arguments, got {shown(step)}, {error}: "
+            f"put all of the step into a function of none, and pass that, {call}(lambda: train_step(x, y)) say"
+        ) from None
+    except ValueError:
+        pass  # a builtin, whose signature is not known
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from netcl.nn.transformer import TransformerBlock
 from clamp import amp
 from clamp.bridge import HALF_DTYPES, Node, Tensor
 from clamp.debug.float32_reference import error_of, rounding_of, with_digits_of
-from clamp.debugging import Accuracy, ValueAccuracy, compare_accuracy
+from clamp.debugging import Accuracy, ValueAccuracy, bisect, compare_accuracy
 from clamp.functions import arithmetic as bound_elementwise
 from clamp.functions import matmul as bound_matmul
 from clamp.ops.elementwise import elementwise
@@ -305,6 +305,17 @@ def test_what_cannot_be_compared(queue: cl.CommandQueue) -> None:
     model, pair = mlp(queue, 8, 4), batch(queue, 32, 8, 4)
     with pytest.raises(TypeError, match="needs a batch"):
         compare_accuracy(model)
+    with pytest.raises(TypeError, match="takes a batch as a tuple of arrays"):
+        compare_accuracy(model, pair[0])
+    with pytest.raises(TypeError, match=r"with 2 of the 2 arrays .*: too many .*; for a loss .* pass loss="):
+        compare_accuracy(model, pair)
+    with pytest.raises(TypeError, match=r"with 0 of the 1 arrays .* missing a required argument"):
+        compare_accuracy(model, pair[:1], loss=F.mse_loss)
+    with amp.init() as handle:
+        for call in (bisect, handle.explain, handle.summary, handle.ranges, handle.memory):
+            for step in (model, lambda x, y: None):
+                with pytest.raises(TypeError, match=r"calls it without arguments, got .* missing a required argument"):
+                    call(step)
     with pytest.raises(TypeError, match="got list"):
         compare_accuracy([model])
     with pytest.raises(TypeError, match="alone"):
