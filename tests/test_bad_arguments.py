@@ -393,6 +393,17 @@ def test_numpys_functions_that_ask_for_truth_are_refused(queue: cl.CommandQueue,
         np.testing.assert_array_equal((np.float32(2) > x).value.to_host(), [1, 0])
 
 
+def test_a_node_of_an_array_is_told(queue: cl.CommandQueue) -> None:
+    """netcl's ``ag.tensor`` takes an array as it is, and says nothing."""
+    model, _ = parts(queue)
+    with amp.init():
+        node = ag.tensor(np.ones((3, 4), np.float32))
+        right = ag.tensor(to_device(queue, np.ones(1)))
+        for call in (model, ag.relu, ag.sum, lambda x: x * 2.0, lambda x: ag.mse_loss(right, x)):
+            with pytest.raises(TypeError, match=r"given a node of .* pass ag\.tensor\(Tensor\.from_host\(queue, array"):
+                call(node)
+
+
 @pytest.mark.parametrize("function", [np.mean, np.sum, np.max, np.std, np.linalg.norm, np.isclose, np.stack, np.copy])
 def test_numpys_functions_of_arrays_take_no_node(queue: cl.CommandQueue, function: Any) -> None:
     """To them it is an array of one object, whose mean is that object."""

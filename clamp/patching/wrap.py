@@ -255,15 +255,19 @@ def _explain(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     """
     given = [*args, *kwargs.values()]
     given += [x for xs in given if isinstance(xs, list | tuple) for x in xs]
-    if isinstance(error, AttributeError) and any(x is error.obj for x in given):
+    if isinstance(error, AttributeError | _NodeOfArrayError) and any(x is error.obj for x in given):
         _refuse_no_tensor(entry, error)
+    for x in given:
+        if isinstance(x, Node) and isinstance(x.value, np.ndarray):
+            raise _NodeOfArrayError(entry, x.value) from error
     if entry.function in str(error):
         return
     while args and args[-1] is None:  # a default, which AMP passes by position
         args = args[:-1]
     call = [*map(_in_words, args), *(f"{name}={_in_words(x)}" for name, x in kwargs.items() if x is not None)]
     error.add_note(f"This came of the call {entry.function}({', '.join(call)})")
-    device = next((x.value.queue.device for x in given if isinstance(x, Node | Tensor) and on_device(x.value)), None)
+    values = [x.value for x in given if isinstance(x, Node | Tensor)]
+    device = next((x.queue.device for x in values if isinstance(x, Tensor) and on_device(x)), None)
     if device is not None and getattr(error, "code", None) in _GROUP_TOO_LARGE:
         error.add_note(
             f"whose kernel takes more work-items to a group than {device.name} has room for "
@@ -272,6 +276,17 @@ def _explain(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], error:
 
 
 _GROUP_TOO_LARGE = cl.status_code.INVALID_WORK_GROUP_SIZE, cl.status_code.INVALID_WORK_ITEM_SIZE
+
+
+class _NodeOfArrayError(TypeError):
+    """A node of a numpy array, which the user has made, or netcl, of an array that it was given."""
+
+    def __init__(self, entry: Entry, array: np.ndarray[Any, Any]) -> None:
+        self.obj = array
+        super().__init__(
+            f"{entry.function} was given a node of a numpy array, and nodes are of tensors: pass "
+            "ag.tensor(Tensor.from_host(queue, array))"
+        )
 
 
 def _in_words(x: Any) -> str:
@@ -283,7 +298,7 @@ def _in_words(x: Any) -> str:
     return f"array of {x.dtype} {x.shape}" if isinstance(x, np.ndarray) else reprlib.repr(x)
 
 
-def _refuse_no_tensor(entry: Entry, error: AttributeError) -> None:
+def _refuse_no_tensor(entry: Entry, error: AttributeError | _NodeOfArrayError) -> None:
     """Raises TypeError for what lacks something that tensors have."""
     for kind, words, wanted in _MISTAKEN:
         if isinstance(error.obj, kind):
