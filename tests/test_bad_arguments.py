@@ -393,6 +393,19 @@ def test_numpys_functions_that_ask_for_truth_are_refused(queue: cl.CommandQueue,
         np.testing.assert_array_equal((np.float32(2) > x).value.to_host(), [1, 0])
 
 
+def test_a_step_that_is_given_the_loss_says_where_it_goes(queue: cl.CommandQueue) -> None:
+    model, optimizer = parts(queue)
+    with amp.init() as handle:
+        loss = ag.sum(model(ag.tensor(to_device(queue, np.ones((1, 4))))))
+        with handle.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for call in (lambda: optimizer.step(loss), lambda: optimizer.step(loss=loss)):
+            with pytest.raises(TypeError, match=r"SGD\.step\(\) takes no arguments, got <Node .*: the loss goes to"):
+                call()
+        optimizer.step()
+        assert handle.last_step.stepped
+
+
 def test_a_node_of_an_array_is_told(queue: cl.CommandQueue) -> None:
     """netcl's ``ag.tensor`` takes an array as it is, and says nothing."""
     model, _ = parts(queue)

@@ -20,6 +20,7 @@ import pyopencl as cl
 
 from clamp import bridge
 from clamp.bridge import Tensor
+from clamp.ops.arguments import shown
 from clamp.ops.optimizer_step import Copy, MultiUpdate, mixed
 from clamp.ops.slots import in_turn
 from clamp.params import lost_updates, masters
@@ -78,9 +79,14 @@ class OptimizerStep:
         if self._has_rule and self._optimizer in _prepared:  # else state is made, which a skipped step does not need
             self._ready = self._found(bridge.stepped(self._optimizer))
 
-    def __call__(self) -> Any:
-        """Steps the optimizer, or raises: a gradient is none that netcl's step could read, or the step is netcl's to
-        make and parameters consist of parts. Nothing was changed then."""
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Steps the optimizer, or raises: it was given something, a gradient is none that netcl's step could read, or
+        the step is netcl's to make and parameters consist of parts. Nothing was changed then."""
+        if given or named:
+            raise TypeError(
+                f"{type(self._optimizer).__name__}.step() takes no arguments, got "
+                f"{', '.join(map(shown, (*given, *named.values())))}: the loss goes to backward"
+            )
         params = bridge.stepped(self._optimizer)
         try:
             _whole(self._optimizer, self._pieces(params))
