@@ -38,6 +38,7 @@ from clamp.recordings.watch import Watch
 from clamp.recordings.watched_state import WatchedPart
 
 _NOTHING: frozenset[str] = frozenset()
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, of classes that are written in C
 
 
 @dataclass
@@ -76,7 +77,9 @@ class Attempt(KernelCapture):  # type: ignore[misc]
 
     def stale_read(self) -> str:
         """Returns what it may have read that steps on the host change, as each replay does again; empty if nothing."""
-        noted = {f"{name}.": self.read.get(key, _NOTHING) for key, (x, name) in self.watch.stepped.items()}
+        noted = {
+            f"{name}.": self.read.get(id(x), _NOTHING) for x, name in self.watch.stepped.values() if _is_pythons(x)
+        }
 
         def is_read(label: str) -> bool:
             label = label.removeprefix("len(")
@@ -160,6 +163,11 @@ def _open(plain: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **k
     return plain(file, mode, *args, **kwargs)
 
 
+def _is_pythons(x: Any) -> bool:
+    """Returns whether an object's class was made in Python, and may be given another way to look up attributes."""
+    return not type(x).__flags__ & _IMMUTABLE
+
+
 @contextmanager
 def reads_noted(attempt: Attempt) -> Iterator[None]:
     """Inside the ``with``, notes what is read of optimizers and averages outside of steps on the host; not what clamp
@@ -181,7 +189,7 @@ def reads_noted(attempt: Attempt) -> Iterator[None]:
             del cls.__getattribute__
 
     with undoing() as undo:
-        for cls in {type(x) for x, _ in attempt.watch.stepped.values()}:
+        for cls in {type(x) for x, _ in attempt.watch.stepped.values() if _is_pythons(x)}:
             undo.callback(put_back, cls, vars(cls).get("__getattribute__"))
             cls.__getattribute__ = noting(cls.__getattribute__)  # type: ignore[assignment]
         yield

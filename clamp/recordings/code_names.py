@@ -165,8 +165,9 @@ def imported(code: CodeType, scope: Mapping[str, Any]) -> Iterator[ModuleType]:
 
 
 def is_library(x: Any) -> bool:
-    """Returns whether a class or function is none of the user's."""
-    return is_of_library(str(getattr(x, "__module__", None) or "builtins"))
+    """Returns whether a class or function is none of the user's. What ``exec`` makes may have no module; Python's own
+    functions are not written in Python."""
+    return is_of_library(str(getattr(x, "__module__", None) or ("" if type(x) is FunctionType else "builtins")))
 
 
 def has_settings(x: Any) -> bool:

@@ -68,7 +68,6 @@ _FEW = 16  # objects in a container of more items that are looked into: they are
 _ABOUT_CODE = frozenset(
     {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__signature__", "_abc_impl"}
 )
-_IMMUTABLE = 1 << 8  # of a class's flags: Py_TPFLAGS_IMMUTABLETYPE, of those that are written in C
 _OF_TENSORS = frozenset(Tensor.__init__.__code__.co_names) | {"_backend"}
 _OF_NODES = frozenset(Node.__init__.__code__.co_names)
 
@@ -203,7 +202,7 @@ class Watch:
         elif issubclass(kind, CACHED) and not is_library(x.__wrapped__):
             for part in gc.get_referents(x):  # its dict has results, or places, with the results beside them
                 if type(part) is dict and part is not vars(x):
-                    self._mapping(lambda part=part: part, lambda _: f"what {name} returned", is_library=True)
+                    self._kept_by_cache(part, f"what {name} returned")
                 else:
                     self._push(part, f"what {name} returned")
             self._push(x.__wrapped__, name)
@@ -230,7 +229,7 @@ class Watch:
         elif bridge.is_optimizer(x):  # its settings and its state are the step's, which every replay makes anew
             self._add(lambda: tuple(x.params), lambda *_: f"{name}.params")
             self.optimizers.append(x)
-            self._is_stepped(x, name)
+            self.stepped[id(x)] = x, name
             self._settings.append((x, name, {"params"}))
         elif issubclass(kind, ModuleType):  # that an object or an argument holds
             if not is_of_library(x.__name__):
@@ -244,6 +243,9 @@ class Watch:
             self._note(lambda: (bytes_of(x, _LONGEST),), lambda *_: name)
         elif root or (has_settings(x) and self._inside(x)):
             self._object(x, kind, name)
+
+    def _kept_by_cache(self, kept: dict[Any, Any], name: str) -> None:
+        self._mapping(lambda: kept, lambda _: name, is_library=True)
 
     def _through(self, weak: Any, name: str) -> None:
         """Watches what a weak reference leads to, without holding it: its attributes are held, not the object."""
@@ -262,7 +264,7 @@ class Watch:
 
     def _object(self, x: Any, kind: type, name: str) -> None:
         if kind.__module__ == "netcl.optim.ema":  # its update is a step on the host, too
-            self._is_stepped(x, name)
+            self.stepped[id(x)] = x, name
         slots = bridge.slots_of(kind)
         if not (slots or bridge.own_attributes(x) or not is_library(kind)):
             return
@@ -272,10 +274,6 @@ class Watch:
             self._mapping(lambda: bridge.values_in(x, slots), lambda key: f"{name}.{key}")
         for cls in kind.__mro__:
             self._push(cls, name)
-
-    def _is_stepped(self, x: Any, name: str) -> None:
-        if not type(x).__flags__ & _IMMUTABLE:
-            self.stepped[id(x)] = x, name
 
     def _attributes(self, x: Any, own: dict[str, Any], name: str) -> None:
         """Watches an object's dict."""

@@ -435,18 +435,6 @@ def test_a_checkpoint_loaded_between_calls_is_continued(queue: cl.CommandQueue, 
     compare(queue, clears_last, 11, recordings=None, between=between, optimizer=OPTIMIZERS["adam"])
 
 
-def test_settings_that_the_function_reads_are_seen(queue: cl.CommandQueue) -> None:
-    """It reads the learning rate itself, so that each has a recording."""
-
-    def step(run: Run, x: Tensor, y: Tensor) -> Node:
-        return clears_first(run, x, y, lambda *given: ag.mul(loss_of(*given), run.optimizer.lr))
-
-    def between(run: Run, index: int) -> None:
-        run.optimizer.lr = 0.05 if index < 5 else 0.5
-
-    compare(queue, step, 10, recordings=2, between=between)
-
-
 def test_without_a_handle_and_after_one(queue: cl.CommandQueue) -> None:
     def run(record: Callable[[Step], Any]) -> list[Any]:
         model = mlp(queue, 10, 16, 3)
@@ -854,25 +842,6 @@ def test_the_content_of_an_array_is_not_looked_at(queue: cl.CommandQueue) -> Non
     assert normalized.recordings == 0
 
 
-def test_arguments_that_change_every_time_are_bounded(queue: cl.CommandQueue) -> None:
-    run = Run(queue)
-
-    @amp.record
-    def scaled(x: Tensor, factor: float) -> Any:
-        with ag.no_grad():
-            return ag.mul(run.model(ag.tensor(x)), factor)
-
-    x = to_device(queue, BATCHES[0])
-
-    def many() -> None:
-        for index in range(40):
-            scaled(x, float(index))
-
-    with pytest.warns(UserWarning, match=r"args\[1\] is another"):
-        many()
-    assert scaled.recordings == 0
-
-
 def test_data_on_the_numpy_backend_and_graphs_from_outside_run(queue: cl.CommandQueue) -> None:
     run = Run(queue)
 
@@ -905,7 +874,7 @@ def test_what_is_not_worth_recording_is_recorded_no_more(queue: cl.CommandQueue,
             np.testing.assert_array_equal(double(inputs[size]).value.to_host(), np.full(size, 2 * size))
             made += [double._variants._made] if said else []
     assert ["is recorded again and again" in str(one.message) for one in said] == [True]
-    assert "has another shape" in str(said[0].message)
+    assert "args[0] is another object, or has another shape" in str(said[0].message)
     assert len(made) > 200
     assert made[0] == made[-1] < 100
 
@@ -1061,14 +1030,27 @@ def test_results_of_recorded_calls_have_no_graph(queue: cl.CommandQueue) -> None
             assert rest["number"] == 3
 
 
+class Counting(Adam):
+    """Keeps a list of its steps."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.steps: list[int] = []
+
+    def step(self) -> None:
+        super().step()
+        self.steps.append(self.t)
+
+
 def test_counts_that_replays_raise_themselves_do_not_end_them(queue: cl.CommandQueue) -> None:
-    """Those of the average and, since the function names an attribute ``t``, of Adam, with two sizes of batches."""
+    """Those of the average, of a user's optimizer and, since the function names an attribute ``t``, of Adam, with two
+    sizes of batches."""
     batches = [batch(queue, rows, 8, 4) for rows in (8, 5)]
     schedule = SimpleNamespace(t=1.0)
 
     def train(recorded: bool) -> tuple[list[Any], int, int]:
         model = mlp(queue, 8, 16, 4)
-        optimizer, average = Adam(model.parameters(), lr=1e-2), ModelEMA(model, decay=0.9)
+        optimizer, average = Counting(model.parameters(), lr=1e-2), ModelEMA(model, decay=0.9)
 
         def step(x: Tensor, y: Tensor) -> Node:
             optimizer.zero_grad()
@@ -1089,18 +1071,6 @@ def test_counts_that_replays_raise_themselves_do_not_end_them(queue: cl.CommandQ
     replayed, made, counted = train(recorded=True)
     assert_same(plain, replayed)
     assert (made, counted) == (2, count)
-
-
-class Counting(Adam):
-    """Keeps a list of its steps."""
-
-    def __init__(self, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how)
-        self.steps: list[int] = []
-
-    def step(self) -> None:
-        super().step()
-        self.steps.append(self.t)
 
 
 READS: dict[str, Callable[[Any, Any], int]] = {
@@ -1160,11 +1130,10 @@ def test_a_count_of_a_graphs_optimizer_is_never_replayed(queue: cl.CommandQueue)
     assert [number for number, loss in enumerate(losses) if not loss.any()] == [5]
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_step_that_counts_is_replayed_where_only_it_reads_that(queue: cl.CommandQueue, is_shared: bool) -> None:
-    model, data, count = mlp(queue, 4, 4), batch(queue, 3, 4, 4), [0]
+def test_a_list_outside_that_an_optimizer_counts_in_may_be_read(queue: cl.CommandQueue) -> None:
+    model, data = mlp(queue, 4, 4), batch(queue, 3, 4, 4)
     optimizer = Counting(model.parameters())
-    optimizer.steps = count if is_shared else [0]
+    count = optimizer.steps
 
     @amp.record
     def step() -> Node:
@@ -1173,13 +1142,10 @@ def test_a_step_that_counts_is_replayed_where_only_it_reads_that(queue: cl.Comma
         optimizer.step()
         return loss
 
-    with amp.init(dtype="float32") as handle, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            step()
-    assert len(optimizer.steps) == 10
-    assert step.recordings == (not is_shared)
-    assert any("without a recording" in str(warning.message) for warning in said) == is_shared
+    said = "it reads .*, which a step that it makes on the host changes"
+    with amp.init(dtype="float32") as handle, pytest.warns(UserWarning, match=said):
+        losses = [step().value.to_host() for _ in range(9)]
+    assert [number for number, loss in enumerate(losses) if not loss.any()] == [5]
 
 
 def test_the_warning_names_what_keeps_calls_from_replaying(queue: cl.CommandQueue) -> None:

@@ -39,6 +39,7 @@ import pyopencl as cl
 import pytest
 from netcl import autograd as ag
 from netcl.nn.layers import ReLU
+from netcl.optim import SGD
 from netcl.optim.lr_plateau import CosineAnnealingLR, ReduceLROnPlateau
 
 from clamp import amp, session
@@ -138,6 +139,19 @@ def of_a_closure() -> Case:
 def of_a_context_variable() -> Case:
     variable = ContextVar("variable", default=1.0)
     return variable.get, variable.set
+
+
+@case
+def of_an_optimizer() -> Case:
+    optimizer = SGD([], lr=1.0)
+    return (lambda: optimizer.lr), partial(setattr, optimizer, "lr")
+
+
+@case
+def of_a_function_made_by_exec() -> Case:
+    scope: dict[str, Any] = {"factor": 1.0}
+    exec("def read(): return factor", scope)
+    return scope["read"], partial(scope.__setitem__, "factor")
 
 
 @case

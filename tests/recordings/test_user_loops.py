@@ -552,18 +552,6 @@ def test_an_argument_that_is_returned_is_the_calls_own(queue: cl.CommandQueue, k
     assert pick.recordings == 1
 
 
-def test_a_function_made_by_exec_is_looked_into(queue: cl.CommandQueue) -> None:
-    run = Run(queue)
-    scope: dict[str, Any] = {"run": run, "ag": ag, "factor": 1.0}
-    exec("def scaled(x):\n    with ag.no_grad():\n        return ag.mul(run.model(ag.tensor(x)), factor)\n", scope)
-    call = amp.record(scope["scaled"])
-    for turn in range(8):
-        scope["factor"] = 1.0 if turn < 5 else 2.0
-        x = to_device(queue, BATCHES[turn])
-        np.testing.assert_array_equal(call(x).value.to_host(), scope["scaled"](x).value.to_host())
-    assert call.recordings == 2
-
-
 @pytest.mark.parametrize("params", [list, tuple, lambda params: [1.0]], ids=["list", "tuple", "numbers"])
 def test_a_training_with_params_and_a_step_is_no_optimizer(
     queue: cl.CommandQueue, params: Callable[[list[Parameter]], Any]
