@@ -14,7 +14,7 @@ from netcl.autograd.engine import Node as Node
 from netcl.autograd.engine import Tape as Tape
 from netcl.autograd.graph import CompiledGraph as CompiledGraph
 
-from clamp.bridge.netcl_functions import own_copy
+from clamp.bridge.netcl_functions import is_redirecting, own_copy
 from clamp.bridge.tensors import Tensor, has_frozen_mark, is_trained, without_dicts
 from clamp.interrupts import contextmanager, holding, undoing
 
@@ -80,6 +80,11 @@ def is_cut(node: Node) -> bool:
     One that was computed from nothing that is trained looks alike, unless its ``requires_grad`` tells.
     """
     return is_leaf(node) and node.op_name is not None
+
+
+def is_patched() -> bool:
+    """Returns whether clamp stands over netcl's backward."""
+    return is_redirecting(Tape.backward.__code__)
 
 
 #: Whether ops are recorded in a thread, or a task, and how often such modes had ended when it said so. Where it has

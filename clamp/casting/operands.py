@@ -311,7 +311,7 @@ def bound(
         return [found.get(operand) for operand in operands]
 
     is_fitted = not moves and out.dtype in bridge.HALF_DTYPES
-    run: Any = partial(_in_16_bits, backward, str(out.dtype)) if is_fitted else backward
+    run: Any = partial(_in_16_bits, backward, str(out.dtype), bridge.is_patched()) if is_fitted else backward
     run.operands = operands
     parents = [operand.parent for operand in operands]
     made = RESULTS.own(bridge.make_node(out, run, parents, op_name, tape), parents)
@@ -327,10 +327,22 @@ def _require_unwritten(operands: Iterable[Operand], then: int) -> None:
         operand.require_unwritten(then)
 
 
-def _in_16_bits(backward: Callable[[Tensor], list[Tensor | None]], dtype: str, grad: Tensor) -> list[Tensor | None]:
+def _in_16_bits(
+    backward: Callable[[Tensor], list[Tensor | None]], dtype: str, was_patched: bool, grad: Tensor
+) -> list[Tensor | None]:
     """The backward of a 16-bit result. Where layers have scales of their own, the gradient comes in float32, and so do
-    those go on that are made of it."""
+    those go on that are made of it.
+
+    Raises:
+        RuntimeError: netcl's own engine runs it, which was patched in the forward.
+    """
     running = delivery.running
+    if running.now is None and was_patched and not bridge.is_patched():
+        raise RuntimeError(
+            "AMP was shut down, by another thread it may be, between a forward in 16 bits and its backward, which is "
+            "netcl's own now and would misread 16-bit gradients: compute the loss again, and call shutdown() where no "
+            "thread trains any more"
+        )
     if not running.layerwise or running.scale is None:
         return backward(grad)
     grad, factor = fitted(grad, bridge.canonical_dtype(dtype), running.scale)

@@ -28,7 +28,7 @@ from clamp.patching import user_functions
 from clamp.patching.patch_registry import meets, replaces
 from clamp.patching.wrap import is_half
 from clamp.scaling.loss_scale import LossScale
-from clamp.scaling.scaled_loss import is_scaled, require_graph, require_scale_reaches, scaler_of
+from clamp.scaling.scaled_loss import is_scaled, require_graph, scaler_of
 from clamp.scaling.step_report import warn_user
 
 _FLOAT16 = ("float16", "half")
@@ -158,7 +158,7 @@ def tape_backward(
     scaler = scaler_of(loss, scaled)
     values = list({id(leaf.value): leaf.value for leaf in leaves}.values())
     replaced = bridge.merge_leaves(leaves, computed) if len(values) < len(leaves) else {}
-    scale, layerwise = _scale_of(scaler, grad, values, computed)
+    scale, layerwise = _scale_of(scaler, grad, values)
     run = _let_overflow(partial(RESULTS.backward, wrapped, loss, grad))
     again = partial(tape_backward, wrapped, instance, loss, grad, retain_graph=retain_graph)
     is_last = cache(partial(graphs.is_over_at_step, computed, values, bool(retain_graph)))
@@ -207,14 +207,10 @@ def _seed(loss: Node, grad: Any) -> Tensor:
     return grad if tuple(grad.shape) == shape else bridge.view(grad, shape)
 
 
-def _scale_of(
-    scaler: LossScale | None, seed: Tensor | None, leaves: list[Any], computed: list[Node]
-) -> tuple[AppliedScale | None, bool]:
+def _scale_of(scaler: LossScale | None, seed: Tensor | None, leaves: list[Any]) -> tuple[AppliedScale | None, bool]:
     """Returns what a backward multiplies by, and whether each layer has a scale of its own besides. What has come to an
     op's own backward that runs this one is scaled already."""
     if scaler is not None:
-        if scaler.scales:
-            require_scale_reaches(computed)
         return scaler.applied(), scaler.layerwise
     if delivery.goes_on(seed, leaves):
         return delivery.running.scale, delivery.running.layerwise

@@ -60,6 +60,26 @@ def require_graph(loss: Node) -> None:
     )
 
 
+def _require_scale_reaches(loss: Node) -> None:
+    """Raises RuntimeError where a part of a loss does not hand a scale on: netcl's own mse_loss, of a call while AMP
+    was not there, gives the same gradient whatever comes to it."""
+    nodes, seen = [loss], {id(loss)}
+    for node in nodes:
+        grad_fn = node.grad_fn
+        if (getattr(grad_fn, "__module__", ""), getattr(grad_fn, "__qualname__", "")) == _DEAF:
+            raise RuntimeError(
+                "a loss was scaled that netcl's own mse_loss has computed, while AMP was not on (before amp.init() or "
+                "the first GradScaler, or after a shutdown(), of another thread it may be): its backward ignores the "
+                "loss scale, by which the gradients would be divided all the same. Compute the loss again, under AMP"
+            )
+        parts = [x for x in node.parents if x.value.size == 1 and id(x) not in seen]  # a loss is of losses
+        seen.update(map(id, parts))
+        nodes += parts
+
+
+_DEAF = ("netcl.autograd.ops", "mse_loss.<locals>.grad_fn")
+
+
 def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] = lambda: None) -> Any:
     """loss * scale in float32, of a bare tensor as a bare tensor.
 
@@ -69,10 +89,12 @@ def scaled_node(loss: TensorLike, scaler: LossScale, on_run: Callable[[], None] 
         on_run: called when a backward runs through the node.
 
     Raises:
-        RuntimeError: the loss has lost its graph.
+        RuntimeError: the loss has lost its graph, or does not hand the scale on.
     """
     if isinstance(loss, Node) and loss.requires_grad:
         require_graph(loss)
+        if scaler.scales:
+            _require_scale_reaches(loss)
 
     def gradient(grad: Tensor, dtype: str) -> Tensor:  # noqa: ARG001  (it is float32)
         on_run()
@@ -141,22 +163,6 @@ def scaler_of(root: Node, scaled: Sequence[Node]) -> LossScale | None:
             "scale_loss()"
         )
     return scaler
-
-
-def require_scale_reaches(nodes: Sequence[Node]) -> None:
-    """Raises RuntimeError where one of a scaled loss's computed nodes does not hand the scale on: netcl's own
-    mse_loss, of a call while AMP was not there, gives the same gradient whatever comes to it."""
-    for node in nodes:
-        grad_fn = node.grad_fn
-        if (getattr(grad_fn, "__module__", ""), getattr(grad_fn, "__qualname__", "")) == _DEAF:
-            raise RuntimeError(
-                "a loss was scaled that netcl's own mse_loss has computed, while AMP was not on (before amp.init() or "
-                "the first GradScaler, or after a shutdown(), of another thread it may be): its backward ignores the "
-                "loss scale, by which the gradients would be divided all the same. Compute the loss again, under AMP"
-            )
-
-
-_DEAF = ("netcl.autograd.ops", "mse_loss.<locals>.grad_fn")
 
 
 class ScaledPass(Managed[Node]):

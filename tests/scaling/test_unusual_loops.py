@@ -208,6 +208,21 @@ def test_a_loss_of_netcls_own_that_ignores_the_scale_is_refused(queue: cl.Comman
     before.step(optimizer)
 
 
+def test_a_backward_in_16_bits_after_shutdown_is_refused(queue: cl.CommandQueue) -> None:
+    """netcl's own engine would add 16-bit gradients as float32; what is in float32 throughout it adds right."""
+    model, data = mlp(queue, 4, 4), batch(queue, 2, 4, 4)
+    x, y = map(ag.tensor, data)
+    for dtype in ("float16", "bfloat16", "float32"):
+        with amp.init(dtype=dtype), ag.Tape() as tape:
+            loss = ag.mse_loss(model(x), y)
+        if dtype == "float32":
+            tape.backward(loss)
+        else:
+            with pytest.raises(RuntimeError, match=r"AMP was shut down, .* compute the loss again"):
+                tape.backward(loss)
+        assert (model.parameters()[0].grad is not None) == (dtype == "float32")
+
+
 def test_a_step_without_any_gradient_is_no_step(task: Task, handle: amp.AmpHandle) -> None:
     task.optimizer.step()
     assert handle.last_step is not None
