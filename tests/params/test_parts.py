@@ -118,6 +118,19 @@ def test_small_steps_add_up(
         assert keeps == "kahan" or (master == moved).all()
 
 
+def test_equal_parameters_are_rounded_by_other_chances(queue: cl.CommandQueue) -> None:
+    weights = [Parameter.from_host(queue, np.ones(1000, np.float32)) for _ in range(2)]
+    optimizer = SGD(weights, lr=2.5e-4)
+    amp.init(dtype="bfloat16")
+    masters.narrow(weights, "bfloat16", [optimizer], keep_master="stochastic")
+    for weight in weights:
+        weight.grad = to_device(queue, np.ones(1000))
+    optimizer.step()
+    one, other = map(to_numpy, weights)
+    assert set(one) == set(other)
+    assert (one != other).any()
+
+
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
