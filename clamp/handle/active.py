@@ -27,6 +27,7 @@ from clamp.params.weight_cache import weight_cache
 from clamp.patching.patch import Patches
 from clamp.patching.user_functions import Registration, decorating
 from clamp.ranks.mpi import Ranks
+from clamp.scaling.dynamic_scale import settle_all
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.passes import PassScaling
 from clamp.scaling.scaled_loss import OptimWrapper
@@ -343,16 +344,20 @@ class AmpHandle:
             RankError: after ``distribute``, another rank is still training.
         """
         with self._ending:
-            if not self._ended:  # all of this can be done twice
-                self._scaling.is_active = False
-                self._attribution.disarm()
-                self._log.counter.stop()
-                set_process_region(None)
-                stop_counting()
-                self._patches.remove()
-                weight_cache.clear()
-                from_nothing()
-                self._ended = True
+            try:
+                if self.is_active():
+                    settle_all()  # a step that comes after would meet the inf of one that is to be repeated
+            finally:
+                if not self._ended:  # all of this can be done twice
+                    self._scaling.is_active = False
+                    self._attribution.disarm()
+                    self._log.counter.stop()
+                    set_process_region(None)
+                    stop_counting()
+                    self._patches.remove()
+                    weight_cache.clear()
+                    from_nothing()
+                    self._ended = True
         self._on_shutdown(self)
         if self._scaling.ranks is not None and not self._has_left:
             self._has_left = True

@@ -295,6 +295,12 @@ def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Non
         settle_before_use(map(bridge.storage_of, tensors_in((args, kwargs))))
 
 
+def settle_all() -> None:
+    """Hears what has become of every pass, of whichever thread."""
+    for ref in list(_unheard.values()):
+        settle_late(ref())
+
+
 def is_anything_late() -> bool:
     """Returns whether there are passes, of any thread, of which nobody has heard yet what became of them."""
     return bool(_unheard)

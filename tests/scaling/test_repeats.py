@@ -388,6 +388,20 @@ def test_what_is_between_a_pass_and_its_step_counts(
     assert handle.loss_scale == 2.0**15
 
 
+@pytest.mark.parametrize("where", ["here", "in another thread"])
+def test_shutdown_leaves_no_overflow_that_is_yet_to_be_repeated(task: Task, handle: amp.AmpHandle, where: str) -> None:
+    """After it nobody would keep the inf from the weights."""
+    if where == "here":
+        to_an_overflow(task, handle)
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(to_an_overflow, task, handle).result()
+    handle.shutdown()
+    assert task.gradient == 2.0**20
+    task.optimizer.step()
+    assert task.moved == 2.0**20 + 2.0**-3
+
+
 def test_a_users_function_casts_the_gradient_that_stays(task: Task, handle: amp.AmpHandle) -> None:
     function = amp.half_function(lambda x: ag.mul(x, 0.5))
     to_an_overflow(task, handle, 4.0)
