@@ -224,7 +224,7 @@ static inline void backward_row(BACKWARD_ARGUMENTS, const float unit) {
     const float mean = center * unit;
     float variance = keep;
     if (unit != 1) {
-        for (i = lane; i < n; i += STEP) {
+        ONE_BY_ONE for (i = lane; i < n; i += STEP) {
             const float16 d = CENTERED(LOAD_PART(X_T, in, i, n, center));
             sum += TERMS(d * d);
         }
