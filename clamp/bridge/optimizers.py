@@ -199,9 +199,11 @@ class _Apart:
 
     def __iter__(self) -> Iterator[list[Any]]:
         optimizer: Any = self._adamw()
-        for param in optimizer.params:
+        fused = optimizer._fused_state  # netcl has just made it, of those parameters that it steps
+        for param in optimizer.params if fused is None else [param for param, _, _ in fused["offsets"]]:
+            new = np.zeros(param.shape, np.float32)
             yield [
-                _read(param, placed[id(param)]) if id(param) in placed else host[id(param)]
+                _read(param, placed[id(param)]) if id(param) in placed else host.get(id(param), new)
                 for placed, host in ((optimizer._m_buf, optimizer.m), (optimizer._v_buf, optimizer.v))
             ]
 

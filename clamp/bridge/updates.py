@@ -156,8 +156,13 @@ def _adamw(optimizer: AdamW, params: Sequence[Tensor]) -> Update:
 def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
     """Makes what AdamW keeps of parameters on the device, both of a parameter's or none, from what it has of them."""
     take_apart(optimizer)
-    # netcl's fused step would give masters memory, and does not write their parameters
-    optimizer._fused_enabled = optimizer._fused_enabled and not any(map(is_in_parts, params))
+    # netcl's fused step would give masters memory, and does not write their parameters; where it is not of all, it
+    # saves the moments of no others
+    optimizer._fused_enabled = (
+        optimizer._fused_enabled
+        and not any(map(is_in_parts, params))
+        and len(stepped(optimizer)) == len(optimizer.params)
+    )
     for param in params:
         key = id(param)
         if not (key in optimizer._m_buf and key in optimizer._v_buf):

@@ -374,6 +374,35 @@ def test_the_state_is_netcls_in_every_step(queue: cl.CommandQueue, name: str, as
     assert_same_bits(loop, alone)
 
 
+@_NETCLS
+@pytest.mark.parametrize("absent", [(0,), (1,), (0, 1)], ids=["under AMP", "after", "both"])
+def test_adamws_moments_are_their_parameters_where_one_has_no_gradient(
+    queue: cl.CommandQueue, absent: Sequence[int]
+) -> None:
+    """And where another has come to the parameters since. netcl's fused step loads moments for those that it steps."""
+    alone, loop = (Loop(queue, MAKE["adamw"], [*FUSED_SIZES, (5,), (3,)]) for _ in range(2))
+    alone.optimizer._fused_enabled = False
+    for each in (alone, loop):
+        new = each.optimizer.params.pop()
+        for moments in (each.optimizer.m, each.optimizer.v) if each is loop and 0 not in absent else ():
+            del moments[id(new)]  # which netcl's fused step alone can do without
+        with amp.init():
+            _step_without(each, is_absent=0 in absent)
+        each.optimizer.params.append(new)
+        _step_without(each, is_absent=1 in absent)
+    for one, expected in zip(loop.params, alone.params, strict=True):
+        np.testing.assert_array_max_ulp(one.to_host(), expected.to_host(), 0 if loop.on_cpu else 16)
+
+
+def _step_without(loop: Loop, *, is_absent: bool) -> None:
+    for _ in range(3):
+        while not loop.draw(absent=False):
+            pass
+        if is_absent:
+            loop.params[0].grad = None
+        loop.optimizer.step()
+
+
 def _born_again(queue: cl.CommandQueue, gone: set[int]) -> Parameter:
     """A parameter with an id that was another's, if Python gives one soon: every free place is tried in turn."""
     places = []
