@@ -20,6 +20,7 @@ from netcl.distributed.data_parallel import broadcast_params
 from netcl.evo.genome import inherit_weights
 from netcl.evo.population import Population, load_flat_into_module
 from netcl.nn import BatchNorm2d, init
+from netcl.nn.layers import Linear
 from netcl.nn.state import flatten_state_dict
 from netcl.ops.elementwise import elementwise_binary
 from netcl.optim import SGD, Adam, AdamW, Momentum, clip_grad_norm, clip_grad_norm_device
@@ -439,6 +440,20 @@ def test_what_a_user_writes_into_a_master_reaches_its_parameter(queue: cl.Comman
         np.testing.assert_array_equal(to_numpy(ag.matmul_op(x, ag.tensor(weight)).value), np.full((2, 3), 8.0))
         optimizer.step()
     np.testing.assert_array_equal(optimizer.params[0].to_host(), np.full((4, 3), 2 - 2 * 2.0**-6))
+
+
+@pytest.mark.parametrize("keeps", [True, "remainder"])
+def test_what_a_user_writes_into_a_master_is_what_ops_read(queue: cl.CommandQueue, keeps: bool | str) -> None:
+    """Not panels that were packed of the parameter before."""
+    amp.init()
+    layer, optimizer = amp.decorate(layer := Linear(queue, 512, 512), SGD(layer.parameters()), master_weight=keeps)
+    x = ag.tensor(to_device(queue, np.ones((256, 512)), "float16"))
+    with ag.no_grad():
+        for _ in range(3):  # kept from the second time on
+            layer(x)
+        for master in amp.master_params(optimizer):
+            master.write(np.zeros(master.shape, np.float32))
+        assert not to_numpy(layer(x)).any()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
