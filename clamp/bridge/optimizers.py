@@ -99,7 +99,7 @@ def replace_parameter(optimizer: Any, index: int, new: Tensor) -> None:
     old = optimizer.params[index]
     if not isinstance(optimizer.params, list):
         optimizer.params = list(optimizer.params)
-    forget_dead_parameters(optimizer)
+    forget_dead_parameters(optimizer, new)  # which may have the id of one of them
     by_id = [state for state in vars(optimizer).values() if isinstance(state, MutableMapping) and id(old) in state]
     for state in by_id:
         state[id(new)] = state[id(old)]
@@ -121,13 +121,13 @@ class _Met(NamedTuple):
 _met: dict[int, _Met] = {}  # by id: a user's optimizer may have no hash
 
 
-def forget_dead_parameters(optimizer: Any) -> None:
-    """Drops the state of parameters that have left an optimizer and are gone.
+def forget_dead_parameters(optimizer: Any, *coming: Tensor) -> None:
+    """Drops the state of parameters that have left an optimizer and are gone, before others are ``coming``.
 
     netcl keeps state by ``id`` of the parameter: one that is new may have the id of one that is gone, and would go on
     with its moments. Those of parameters that may come back stay.
     """
-    params, key = optimizer.params, id(optimizer)
+    params, key = [*optimizer.params, *coming], id(optimizer)
     met = _met.get(key)
     if met is None or met.optimizer() is not optimizer:
         met = _met[key] = _Met(weakref.ref(optimizer, lambda _: _met.pop(key, None)), [], {})

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,30 @@ def test_a_new_parameter_has_none_of_the_state_of_one_that_is_gone(queue: cl.Com
     assert came_again, "no id came again"
     assert by_parameter
     assert all(len(x) <= 4 for x in by_parameter), "what is gone piles up"
+
+
+def _left_alone(queue: cl.CommandQueue, name: str) -> tuple[Any, set[int]]:
+    """An optimizer of one parameter, which it has stepped, and the ids of others that were in it."""
+    last, *others = [Parameter.from_host(queue, np.ones(3, np.float32)) for _ in range(100)]
+    optimizer = MAKE[name]([last, *others])
+    for optimizer.params in ([last, *others], [last]):
+        last.grad = to_device(queue, np.ones(3))
+        optimizer.step()
+    return optimizer, {*map(id, others)}
+
+
+@pytest.mark.parametrize("name", ["sgd, momentum", "nesterov", "adam", "adamw"])
+def test_a_master_with_the_id_of_one_that_is_gone_has_its_parameters_state(queue: cl.CommandQueue, name: str) -> None:
+    with amp.init():
+        optimizer, gone = _left_alone(queue, name)
+        (last,), master = optimizer.params, _born_again(queue, gone)
+        assert id(master) in gone, "no id came again"
+        before = [x[id(last)] for x in vars(optimizer).values() if isinstance(x, MutableMapping) and id(last) in x]
+        bridge.replace_parameter(optimizer, 0, master)
+    after = [x[id(master)] for x in vars(optimizer).values() if isinstance(x, MutableMapping) and id(master) in x]
+    assert before
+    assert len(after) == len(before)
+    assert all(map(is_, after, before))
 
 
 class Equal(Adam):  # type: ignore[misc]
