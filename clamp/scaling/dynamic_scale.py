@@ -221,7 +221,8 @@ class Outcome:
 
     @cached_property
     def _spans(self) -> list[tuple[int, int, int]]:
-        return sorted(bridge.span_of(grad.buffer) for grad in self._left)
+        storages = filter(None, map(bridge.storage_of, self._left))  # numpy's backend has none
+        return sorted(map(bridge.span_of, storages))
 
     def is_of(self, storage: Any) -> bool:
         """Returns whether a gradient that the pass has left lies in this memory, or in a part of it."""

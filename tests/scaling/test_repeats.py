@@ -23,7 +23,7 @@ from netcl.optim import SGD, Adam
 from netcl.optim.clip import clip_grad_norm
 
 from clamp import amp, session
-from clamp.bridge import Node, Tensor
+from clamp.bridge import Node, Parameter, Tensor
 from clamp.cli.bench.timing import counted_launches
 from clamp.ops.cast import cast_into
 from clamp.ops.loss_scale import DeviceState
@@ -400,6 +400,20 @@ def test_shutdown_leaves_no_overflow_that_is_yet_to_be_repeated(task: Task, hand
     assert task.gradient == 2.0**20
     task.optimizer.step()
     assert task.moved == 2.0**20 + 2.0**-3
+
+
+def test_gradients_of_numpy_may_be_beside_those_of_a_pass(task: Task, handle: amp.AmpHandle) -> None:
+    """They lie in no memory of the device's that somebody could read."""
+    host, one = (Parameter.from_host(None, np.ones(3, np.float32), backend="cpu") for _ in range(2))
+    task.optimizer.params.append(host)
+    for _ in range(2):
+        task.step(handle, 2.0**-4)
+        task.optimizer.zero_grad()
+    before, host.grad = task.moved, one
+    task.backward(handle, 2.0**20)
+    reads_it(task)
+    task.optimizer.step()
+    assert task.moved - before == 2.0**20
 
 
 def test_a_users_function_casts_the_gradient_that_stays(task: Task, handle: amp.AmpHandle) -> None:
