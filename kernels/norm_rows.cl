@@ -61,10 +61,11 @@
 #define FAR 0x1p-100f
 #define NEAR 0x1p100f
 
-// The unit for a row, by the sum or mean of its squares as fp32 has it, which is infinite or NaN where they overflow.
-static inline float unit_of(const float squares, const float eps) {
+// The unit for a row, by the sum or mean of its squares as fp32 has it, which is infinite or NaN where they overflow,
+// and by what was taken off before: a row of one large number has squares of 0, and would be infinite in NEAR.
+static inline float unit_of(const float squares, const float mean, const float eps) {
     if (!(squares <= FLT_MAX)) return FAR;
-    return squares < 0x1p-80f && eps < 0x1p-80f ? NEAR : 1.0f;
+    return squares < 0x1p-80f && eps < 0x1p-80f && fabs(mean) < 1 ? NEAR : 1.0f;
 }
 
 // eps beside squares of x * unit: never 0 for it, lest 0 be divided by 0.
@@ -191,13 +192,13 @@ rows_forward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(SCA
         float unit = 1, mean = 0, squares;
 #if WG == 1
         squares = squares_of(in, out, n, 1, &mean, scratch);
-        unit = unit_of(squares, SQUARE_OF_EPS);
+        unit = unit_of(squares, mean, SQUARE_OF_EPS);
         if (unit == 1) normalize(in, gamma, beta, out, means + row, kept + row, n, eps, 1, mean, squares);
         else normalize_far(in, gamma, beta, out, means + row, kept + row, n, eps, unit);
 #else
         for (;;) {
             squares = squares_of(in, out, n, unit, &mean, scratch);
-            if (unit != 1 || (unit = unit_of(squares, SQUARE_OF_EPS)) == 1) break;
+            if (unit != 1 || (unit = unit_of(squares, mean, SQUARE_OF_EPS)) == 1) break;
         }
         normalize(in, gamma, beta, out, means + row, kept + row, n, eps, unit, mean, squares);
 #endif
@@ -322,11 +323,11 @@ rows_backward(__global const STORAGE(X_T) *restrict x, __global const STORAGE(G_
     FOR_EACH_OWN(row, each, rows) {
         const float keep = kept[row];
 #if KIND == LAYER
-        const float center = means[row], unit = unit_of(keep, eps);
+        const float center = means[row], unit = unit_of(keep, center, eps);
 #elif KIND == RMS
         const float center = 0, unit = !(keep >= 0x1p-64f) ? FAR : keep > 0x1p40f ? NEAR : 1.0f; // keep is 1 / |x|
 #else
-        const float center = 0, unit = unit_of(keep * keep, SQUARE_OF_EPS);
+        const float center = 0, unit = unit_of(keep * keep, center, SQUARE_OF_EPS);
 #endif
 #define ROW x + row * n, grad + row * n, gamma, dx + row * n, partial_gamma, partial_beta, center, keep, n, eps, scratch
 #if WG == 1

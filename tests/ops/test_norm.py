@@ -334,6 +334,18 @@ def test_rows_whose_squares_are_no_float32(queue: cl.CommandQueue, plan: None, p
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 + 2 * lost)
 
 
+@pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
+def test_rows_of_one_large_number_become_beta_with_the_smallest_eps(queue: cl.CommandQueue, plan: None) -> None:
+    """Their variance of 0 does not say how large they are."""
+    x, ones = to_device(queue, np.full((3, 1024), 2.0**20)), to_device(queue, np.ones(1024))
+    y, mean, var = norm_rows.layer_norm(x, ones, ones, eps=1e-30, out_dtype="float32")
+    dtypes = {"dx_dtype": "float32", "dgamma_dtype": "float32", "dbeta_dtype": None}
+    dx, dgamma, _ = norm_rows.layer_norm_backward(x, ones, x, mean, var, eps=1e-30, **dtypes)
+    assert (to_numpy(y) == 1).all()
+    assert not to_numpy(dx).any()
+    assert not to_numpy(dgamma).any()
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("plan", ["own plan", "other plan"], indirect=True)
 def test_a_variance_beyond_float32_shows(
