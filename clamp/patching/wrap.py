@@ -59,7 +59,7 @@ def warn_of_scaled(tensors: Iterable[Tensor], how: str) -> None:
     """Says once for a loss scale that a gradient among these is not the true one yet, inside of a scaled pass: who
     scales by hand knows."""
     for scale in filter(None, map(gradient_marks.scale_of, tensors)):
-        if not scale.state.is_told_of and is_called_by_user():
+        if not scale.state.is_told_of and scale.state.seen != 1 and is_called_by_user():
             scale.state.is_told_of = True
             warn_user(
                 f"a gradient was {how} while it is still multiplied by the loss scale, so that its values, its norm "

@@ -383,7 +383,6 @@ class NoLossScale(LossScale):
 
     def __init__(self) -> None:
         super().__init__(1.0)
-        self._own_state.is_told_of = True  # gradients are the true ones
         self._one = _One(self._state)
 
     def _elsewhere(self) -> LossScale:

@@ -145,10 +145,11 @@ MEETINGS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("how", MEETINGS)
-def test_no_warning_of_a_scale_where_there_is_none(queue: cl.CommandQueue, how: str) -> None:
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"loss_scale": 1.0}], ids=str)
+def test_no_warning_of_a_scale_where_there_is_none(queue: cl.CommandQueue, settings: dict[str, Any], how: str) -> None:
     model, data = mlp(queue, 4, 4), batch(queue, 2, 4, 4)
     optimizer = SGD(model.parameters())
-    with amp.init(dtype="bfloat16") as handle, handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
+    with amp.init(**settings) as handle, handle.scale_loss(loss_of(model, data), optimizer) as scaled_loss:
         scaled_loss.backward()
         for param in model.parameters():
             MEETINGS[how](param.grad)
