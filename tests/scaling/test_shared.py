@@ -27,6 +27,7 @@ from clamp.scaling.dynamic_scale import ScaleRule
 from clamp.scaling.loss_scale import LossScale
 from clamp.scaling.scaled_loss import scaled_node
 from clamp.scaling.step_guard import StepGuard, StepGuards
+from tests.networks import Task
 from tests.reference import HALF_DTYPES, to_device
 from tests.scaling.test_overflow import plant
 
@@ -403,6 +404,23 @@ def test_replicas_grow_in_the_same_step(queues: list[cl.CommandQueue]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert seen == [[(scale, count)] * 2 for scale, count in ((2.0**16, 1), (2.0**16, 2), (2.0**17, 0), (2.0**17, 1))]
+
+
+def test_no_replica_on_several_queues_repeats_its_backward(queues: list[cl.CommandQueue]) -> None:
+    """The copies of the scale would move apart."""
+    tasks = [Task(queue) for queue in queues]
+    handle = amp.init()
+    for sizes in [(1.0, 1.0), (1.0, 1.0), (2.0**20, 1.0), (1.0, 1.0)]:
+        for task, size in zip(tasks, sizes, strict=True):
+            task.optimizer.zero_grad()
+            task.backward(handle, size)
+        share_overflows(handle._scaling.guards, [[task.weight] for task in tasks])
+        one, other = states(handle, [task.optimizer for task in tasks])
+        assert one.scale == other.scale
+        for task in tasks:
+            task.optimizer.step()
+    assert [task.moved for task in tasks] == [3.0, 3.0]
+    assert handle.loss_scale == 2.0**15
 
 
 MET = {"nothing": 1.0, "inf": np.inf, "nan": np.nan}
