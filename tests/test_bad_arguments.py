@@ -427,7 +427,7 @@ def test_numpys_functions_of_arrays_take_no_node(queue: cl.CommandQueue, functio
             message = rf"numpy.{function.__name__} takes arrays, and was given a {what}\.to_host\(\)"
             with pytest.raises(TypeError, match=message):
                 function([each] if function is np.stack else each, *more)
-            assert (np.shape(each), np.ndim(each)) == ((2,), 1)
+            assert (np.shape(each), np.ndim(each), np.size(each), np.size(a=each, axis=0)) == ((2,), 1, 2, 2)
         with pytest.raises(TypeError, match=r"numpy.clip takes .* use netcl's own function, ag.clip, or"):
             np.clip(x, 0.0, 1.0)
 

@@ -293,10 +293,11 @@ def numpy_routine(self: TensorLike, function: Any, types: Any, given: Any, optio
     object, which is its own mean and its own sum, and which nothing clips.
 
     Raises:
-        TypeError: the function is another one than ``np.shape`` and ``np.ndim``.
+        TypeError: the function is another one than ``np.shape``, ``np.ndim`` and ``np.size``.
     """
-    if function in (np.shape, np.ndim):
-        return function(np.broadcast_to(0.0, self.shape))
+    if function in (np.shape, np.ndim, np.size):  # of a, and of which of its axes
+        axis = {name: x for name, x in options.items() if name != "a"}
+        return function(np.broadcast_to(0.0, self.shape), *given[1:], **axis)
     name, is_node = function.__name__, isinstance(self, Node)
     own = f"use netcl's own function, ag.{name}, or " if is_node and hasattr(ag, name) else ""
     what, numbers = ("node", "node.value.to_host()") if is_node else ("tensor", "tensor.to_host()")
