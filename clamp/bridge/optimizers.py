@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
+from functools import partial
 from inspect import signature
 from operator import is_
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyopencl as cl
 from netcl.amp import GradScaler
+from netcl.core import transfer
 from netcl.optim import AdamW, adamw
 
 from clamp.bridge.modules import Module
@@ -162,8 +164,8 @@ def add_missing_state(optimizer: Any) -> None:
 def take_apart(optimizer: Any) -> None:
     """Lets AdamW have each parameter's moments in buffers of their own; other optimizers have no others.
 
-    netcl's fused step has those of all parameters in one buffer. It begins with zeros in a new one, or loads those of
-    other parameters, where it is of others than the last, frozen or without a gradient.
+    netcl's fused step has those of all parameters in one buffer, and begins with zeros in a new one where it is of
+    others than the last, frozen or without a gradient.
     """
     fused = optimizer._fused_state if isinstance(optimizer, AdamW) else None
     if fused is not None:
@@ -173,46 +175,32 @@ def take_apart(optimizer: Any) -> None:
         set_moments(optimizer, None)
 
 
-def loaded_moments(optimizer: Any) -> list[Any] | None:
+def pending_moments(optimizer: Any) -> list[Any] | None:
     """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
-    pending = optimizer._pending_moments if isinstance(optimizer, AdamW) else None
-    return None if isinstance(pending, _Apart) else pending
+    return getattr(optimizer, "_pending_moments", None)
 
 
 def set_moments(optimizer: Any, loaded: Any) -> None:
-    """Lets AdamW's next step, netcl's fused one too, begin with moments that it has loaded, or with those that it has
-    in buffers; other optimizers need not be told."""
+    """Lets AdamW's next step, netcl's fused one too, and after AMP as well, begin with moments that it has loaded, or
+    with those that it has in buffers; other optimizers need not be told."""
     if isinstance(optimizer, AdamW):
-        optimizer._fused_state = None
-        optimizer._pending_moments = _Apart(weakref.ref(optimizer)) if loaded is None and optimizer._m_buf else loaded
+        optimizer._fused_state, optimizer._pending_moments = None, loaded
+        optimizer._build_fused_state = partial(_fused_of, weakref.ref(optimizer))
 
 
-class _Apart:
-    """AdamW's moments in buffers by parameter, as if they had been loaded: netcl's fused step looks for no others."""
-
-    def __init__(self, adamw: weakref.ref[Any]) -> None:
-        self._adamw = adamw
-
-    def __len__(self) -> int:
-        optimizer: Any = self._adamw()
-        return len(optimizer.params)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        optimizer: Any = self._adamw()
-        fused = optimizer._fused_state  # netcl has just made it, of those parameters that it steps
-        for param in optimizer.params if fused is None else [param for param, _, _ in fused["offsets"]]:
-            new = np.zeros(param.shape, np.float32)
-            yield [
-                _read(param, placed[id(param)]) if id(param) in placed else host.get(id(param), new)
-                for placed, host in ((optimizer._m_buf, optimizer.m), (optimizer._v_buf, optimizer.v))
-            ]
-
-
-def _read(param: Tensor, buffer: cl.Buffer) -> Any:
-    host = np.empty(param.shape, np.float32)
-    if host.size:
-        cl.enqueue_copy(param.queue, host, buffer)
-    return host
+def _fused_of(adamw: weakref.ref[Any], params: Sequence[Tensor]) -> dict[str, Any]:
+    """The state of netcl's fused step for these parameters, with the moments that they have: netcl's own has zeros."""
+    optimizer: Any = adamw()
+    take_apart(optimizer)
+    fused: dict[str, Any] = type(optimizer)._build_fused_state(optimizer, params)
+    for kind in ("m", "v"):
+        placed, host, flat = vars(optimizer)[f"_{kind}_buf"], vars(optimizer)[kind], fused[f"{kind}_flat"]
+        for param, offset, size in fused["offsets"]:
+            if id(param) in placed:
+                transfer.copy(param.queue, flat, placed[id(param)], size * 4, dst_offset=offset * 4)
+            elif id(param) in host:
+                transfer.write(param.queue, flat, np.ascontiguousarray(host[id(param)], "f"), dst_offset=offset * 4)
+    return fused
 
 
 def fused_size(size: int) -> int:
@@ -221,7 +209,7 @@ def fused_size(size: int) -> int:
 
 
 #: what AdamW's moments are kept in besides: of parameters that netcl steps as one, and loaded for the next step
-MOMENTS_APART = ("_fused_state", "_pending_moments")
+MOMENTS_APART = ("_fused_state", "_pending_moments", "_build_fused_state")
 
 
 #: where an optimizer of clamp's own keeps moments of 8 bits, by id of the parameter

@@ -18,7 +18,7 @@ from netcl.optim import AdamW as AdamW
 from netcl.optim import clip as clip
 
 from clamp.bridge.masters import is_in_parts, model_parameter
-from clamp.bridge.optimizers import HOST_STATE, loaded_moments, set_moments, take_apart
+from clamp.bridge.optimizers import HOST_STATE, set_moments, take_apart
 from clamp.bridge.tensors import Tensor, canonical_dtype, is_frozen
 
 Buffers: TypeAlias = list[Any]
@@ -167,10 +167,9 @@ def _make_moments(optimizer: AdamW, params: Sequence[Tensor]) -> None:
         key = id(param)
         if not (key in optimizer._m_buf and key in optimizer._v_buf):
             optimizer._m_buf[key], optimizer._v_buf[key] = (placed(param, x[key]) for x in (optimizer.m, optimizer.v))
-    loaded = loaded_moments(optimizer)
+    loaded = optimizer._pending_moments
     try:
-        if loaded is not None:
-            optimizer._flush_pending_moments()
+        optimizer._flush_pending_moments()
         set_moments(optimizer, None)
     except BaseException:
         optimizer._pending_moments = loaded  # netcl loses those that cannot be placed
@@ -255,10 +254,10 @@ def own_pieces(
 def _step_one(own: Callable[[], Any], optimizer: Any, param: Tensor) -> None:
     """The step of a single parameter, which the optimizer does not count."""
     kept = vars(optimizer)
-    before = {name: kept[name] for name in ("params", "t", "_fused_enabled", "_pending_moments") if name in kept}
+    before = {name: kept[name] for name in ("params", "t", "_fused_enabled") if name in kept}
     kept["params"] = [param]
-    if "_fused_enabled" in before:  # the step of all of them is another computation
-        kept.update(_fused_enabled=False, _pending_moments=None)
+    if "_fused_enabled" in before:
+        kept["_fused_enabled"] = False  # that of all of them is another computation
     try:
         _all_or_nothing(own, optimizer, (param,))
     finally:

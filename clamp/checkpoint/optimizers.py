@@ -111,7 +111,7 @@ def _buffer_to_host(buffer: cl.Buffer, queue: cl.CommandQueue, size: int, dtype:
 
 def _pending(optimizer: Any, params: Sequence[Tensor], writer: Encoder) -> Json:
     """Moments that AdamW has loaded and will place at its next step: a list in the order of the parameters."""
-    pending = bridge.loaded_moments(optimizer)
+    pending = bridge.pending_moments(optimizer)
     if pending is None:
         return None
     if len(pending) != len(params):

@@ -395,6 +395,24 @@ def test_adamws_moments_are_their_parameters_where_one_has_no_gradient(
         np.testing.assert_array_max_ulp(one.to_host(), expected.to_host(), 0 if loop.on_cpu else 16)
 
 
+@_NETCLS
+@pytest.mark.parametrize("inside", [True, False], ids=["under AMP", "after"])
+def test_adamws_fused_step_goes_on_with_what_was_loaded(queue: cl.CommandQueue, inside: bool) -> None:
+    alone, loop = (Loop(queue, MAKE["adamw"], FUSED_SIZES) for _ in range(2))
+    alone.optimizer._fused_enabled = False
+    for each in (alone, loop):
+        with amp.init():
+            _step_without(each, is_absent=False)
+            state = each.optimizer.state_dict()
+            _step_without(each, is_absent=False)
+            if inside:
+                each.optimizer.load_state_dict(state)
+        if not inside:
+            each.optimizer.load_state_dict(state)
+        _step_without(each, is_absent=False)
+    assert_same_bits(loop, alone)
+
+
 def _step_without(loop: Loop, *, is_absent: bool) -> None:
     for _ in range(3):
         while not loop.draw(absent=False):
