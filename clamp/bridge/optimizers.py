@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from inspect import signature
 from operator import is_
@@ -178,6 +178,18 @@ def take_apart(optimizer: Any) -> None:
 def pending_moments(optimizer: Any) -> list[Any] | None:
     """Moments that AdamW has loaded and will place at its next step, in the order of the parameters."""
     return getattr(optimizer, "_pending_moments", None)
+
+
+def require_moments_fit(optimizer: Any, state: Any) -> None:
+    """Raises ValueError where the moments that AdamW is to load are not of its parameters' sizes: netcl copies what
+    there is, and leaves the rest."""
+    moments = state.get("moments") if isinstance(optimizer, AdamW) and isinstance(state, Mapping) else None
+    for index, (param, pair) in enumerate(zip(optimizer.params if moments else (), moments or (), strict=False)):
+        if other := [np.shape(moment) for moment in pair if np.size(moment) != param.size]:
+            raise ValueError(
+                f"the state's moments[{index}] are of shape {other[0]}, and their parameter is of shape "
+                f"{tuple(param.shape)}: load the state of an AdamW of the same parameters, in the same order"
+            )
 
 
 def set_moments(optimizer: Any, loaded: Any) -> None:

@@ -83,10 +83,16 @@ def state_dict(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> An
 
 @meets_in_optimizers("load_state_dict")
 def load_state_dict(wrapped: Any, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """An optimizer's ``load_state_dict``, which takes back what ``state_dict`` gives."""
+    """An optimizer's ``load_state_dict``, which takes back what ``state_dict`` gives.
+
+    Raises:
+        ValueError: as ``bridge.require_moments_fit``.
+    """
     if hasattr(optimizer, "params"):
         masters.pairs(optimizer)
-    result, state = wrapped(*args, **kwargs), next(iter((*args, *kwargs.values())), None)
+    state = next(iter((*args, *kwargs.values())), None)
+    bridge.require_moments_fit(optimizer, state)
+    result = wrapped(*args, **kwargs)
     count = state.get(_ROUNDINGS, 0) if isinstance(state, Mapping) else 0
     if count != bridge.roundings(optimizer):
         setattr(optimizer, bridge.ROUNDINGS, int(count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -413,6 +414,18 @@ def test_adamws_fused_step_goes_on_with_what_was_loaded(queue: cl.CommandQueue, 
     assert_same_bits(loop, alone)
 
 
+@pytest.mark.parametrize("sizes", [SIZES, FUSED_SIZES], ids=["one by one", "as one"])
+def test_adamw_loads_no_moments_of_other_sizes(queue: cl.CommandQueue, sizes: list[Any]) -> None:
+    loop = Loop(queue, MAKE["adamw"], sizes)
+    with amp.init():
+        _step_without(loop, is_absent=False)
+        before, state = loop.state(), loop.optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"moments\[0\] are of shape .* in the same order"):
+            loop.optimizer.load_state_dict({**state, "moments": state["moments"][::-1]})
+        for one, expected in zip(loop.state(), before, strict=True):
+            np.testing.assert_array_equal(one, expected)
+
+
 def _step_without(loop: Loop, *, is_absent: bool) -> None:
     for _ in range(3):
         while not loop.draw(absent=False):
@@ -478,6 +491,7 @@ def _left_alone(queue: cl.CommandQueue, name: str) -> tuple[Any, set[int]]:
 def test_a_master_with_the_id_of_one_that_is_gone_has_its_parameters_state(queue: cl.CommandQueue, name: str) -> None:
     with amp.init():
         optimizer, gone = _left_alone(queue, name)
+        gc.collect()
         (last,), master = optimizer.params, _born_again(queue, gone)
         assert id(master) in gone, "no id came again"
         before = [x[id(last)] for x in vars(optimizer).values() if isinstance(x, MutableMapping) and id(last) in x]
