@@ -197,6 +197,8 @@ def set_moments(optimizer: Any, loaded: Any) -> None:
     with those that it has in buffers; other optimizers need not be told."""
     if isinstance(optimizer, AdamW):
         optimizer._fused_state, optimizer._pending_moments = None, loaded
+        for kernels in ("_fused_clip_adam_kernels", "_gather_grad_kernels"):
+            vars(optimizer).setdefault(kernels, {})  # a copy of the optimizer looks here, too
         optimizer._build_fused_state = partial(_fused_of, weakref.ref(optimizer))
 
 

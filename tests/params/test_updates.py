@@ -414,6 +414,19 @@ def test_adamws_fused_step_goes_on_with_what_was_loaded(queue: cl.CommandQueue, 
     assert_same_bits(loop, alone)
 
 
+@_NETCLS
+def test_a_copy_of_adamw_steps_after_amp(queue: cl.CommandQueue) -> None:
+    alone, loop = (Loop(queue, MAKE["adamw"], FUSED_SIZES) for _ in range(2))
+    alone.optimizer._fused_enabled = False
+    for each in (alone, loop):
+        with amp.init():
+            _step_without(each, is_absent=False)
+        original, each.optimizer = each.optimizer, copy.copy(each.optimizer)
+        _step_without(each, is_absent=False)
+        assert original.params is each.optimizer.params
+    assert_same_bits(loop, alone)
+
+
 @pytest.mark.parametrize("sizes", [SIZES, FUSED_SIZES], ids=["one by one", "as one"])
 def test_adamw_loads_no_moments_of_other_sizes(queue: cl.CommandQueue, sizes: list[Any]) -> None:
     loop = Loop(queue, MAKE["adamw"], sizes)
