@@ -166,7 +166,8 @@ class PassGradients:
         as_given = self._is_alone and all(expected[id(slot.model)] is grad for slot, grad in came)
         written = any(writes.since(grad.buffer, run.since) for run in self._ran for grad in run.gave)
         nodes = (node for run in self._ran if run.root is not None for node in bridge.graph(run.root))
-        gone = any(node.requires_grad and bridge.is_cut(node) for node in nodes)
+        # cut with its tape, or freed after another optimizer's step
+        gone = any(x.requires_grad and not x.parents and (x.grad_fn or x.op_name) is not None for x in nodes)
         if not as_given or written or gone:
             return []
         calls = [run.launches[0] if recorded and run.launches else run.again for run in self._ran]

@@ -297,9 +297,14 @@ def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Non
 
 
 def settle_all() -> None:
-    """Hears what has become of every pass, of whichever thread."""
+    """Hears what has become of every pass, of whichever thread; of one that cannot be heard nobody hears any more."""
     for ref in list(_unheard.values()):
-        settle_late(ref())
+        outcome = ref()
+        try:
+            settle_late(outcome)
+        finally:
+            if outcome is not None:
+                outcome.forget()
 
 
 def is_anything_late() -> bool:
