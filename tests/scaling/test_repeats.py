@@ -402,6 +402,17 @@ def test_shutdown_leaves_no_overflow_that_is_yet_to_be_repeated(task: Task, hand
     assert task.moved == 2.0**20 + 2.0**-3
 
 
+def test_a_pass_whose_graph_a_step_has_freed_is_not_repeated(task: Task, handle: amp.AmpHandle) -> None:
+    """Another optimizer's of its weights, in another thread. It looks at the gradients, and is skipped, too."""
+    to_an_overflow(task, handle)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(SGD([task.weight]).step).result()
+    task.optimizer.step()
+    assert [report.stepped for report in handle.history][2:] == [False, False]
+    handle.shutdown()
+    assert not is_anything_late()
+
+
 def test_gradients_of_numpy_may_be_beside_those_of_a_pass(task: Task, handle: amp.AmpHandle) -> None:
     """They lie in no memory of the device's that somebody could read."""
     host, one = (Parameter.from_host(None, np.ones(3, np.float32), backend="cpu") for _ in range(2))
