@@ -318,7 +318,8 @@ def test_bench_prints_what_it_has_when_it_is_interrupted(
     captured = capsys.readouterr()
     assert "copy kernel" in captured.out
     assert "interrupted" in captured.out
-    assert captured.err == ""
+    said = captured.err.splitlines()
+    assert [line for line in said if not line.startswith("clamp: compiling")] == []  # which takes long where cores do
     assert {row["work"] for row in rows} == {"cast"}
     assert "interrupted" in json.loads((tmp_path / "new" / "result.json").read_text())["notes"][-1]
 
