@@ -240,7 +240,7 @@ static inline float16 load_part_i32(__global const int *p, size_t i, size_t end,
     }
 
 #define WORDS 0
-#if defined(ON_CPU) && !STRIDED
+#if defined(ON_CPU) && !STRIDED && ARITY >= 1 && ARITY <= 3
 #define IN_WORDS_f32 0
 #define IN_WORDS_f16 0
 #define IN_WORDS_i32 0

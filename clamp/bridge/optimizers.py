@@ -183,7 +183,8 @@ def pending_moments(optimizer: Any) -> list[Any] | None:
 def require_moments_fit(optimizer: Any, state: Any) -> None:
     """Raises ValueError where the moments that AdamW is to load are not of its parameters' sizes: netcl copies what
     there is, and leaves the rest."""
-    moments = state.get("moments") if isinstance(optimizer, AdamW) and isinstance(state, Mapping) else None
+    is_netcls = isinstance(optimizer, AdamW) and not hasattr(optimizer, MOMENTS_8BIT)
+    moments = state.get("moments") if is_netcls and isinstance(state, Mapping) else None
     for index, (param, pair) in enumerate(zip(optimizer.params if moments else (), moments or (), strict=False)):
         if other := [np.shape(moment) for moment in pair if np.size(moment) != param.size]:
             raise ValueError(
