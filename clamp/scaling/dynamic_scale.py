@@ -297,12 +297,12 @@ def settle_before_reading(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Non
 
 
 def settle_all() -> None:
-    """Hears what has become of every pass, of whichever thread; of one that cannot be heard nobody hears any more."""
-    for ref in list(_unheard.values()):
-        outcome = ref()
-        try:
-            settle_late(outcome)
-        finally:
+    """Hears what has become of every pass, of whichever thread. Where an error comes of it, nobody hears the others."""
+    try:
+        for ref in list(_unheard.values()):
+            settle_late(ref())
+    finally:
+        for outcome in [ref() for ref in list(_unheard.values())]:
             if outcome is not None:
                 outcome.forget()
 

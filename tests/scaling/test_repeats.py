@@ -413,6 +413,19 @@ def test_a_pass_whose_graph_a_step_has_freed_is_not_repeated(task: Task, handle:
     assert not is_anything_late()
 
 
+def test_an_error_at_shutdown_leaves_no_pass_to_be_heard(task: Task, handle: amp.AmpHandle) -> None:
+    """Under the next ``init`` the other thread's would be repeated by what has been written to meanwhile."""
+    other = Task(task.queue)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(to_an_overflow, other, handle).result()
+        to_an_overflow(task, handle)
+        with failing_read(1, MemoryError), pytest.raises(MemoryError):
+            handle.shutdown()
+    assert not is_anything_late()
+    with amp.init():
+        assert not np.isfinite(other.weight.grad.to_host()).any()
+
+
 def test_gradients_of_numpy_may_be_beside_those_of_a_pass(task: Task, handle: amp.AmpHandle) -> None:
     """They lie in no memory of the device's that somebody could read."""
     host, one = (Parameter.from_host(None, np.ones(3, np.float32), backend="cpu") for _ in range(2))
