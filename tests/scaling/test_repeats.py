@@ -1012,6 +1012,21 @@ def test_a_step_that_another_thread_makes_than_its_pass_is_repeated(task: Task, 
     assert task.moved == sum(sizes)
 
 
+def submitting(
+    thread: ThreadPoolExecutor, act: Callable[[], None], calls: list[None], submitted: list[Future[None]]
+) -> Callable[[Node], Node]:
+    """A block that has another thread act where a repeat runs it, and waits for that a while."""
+
+    def block(x: Node) -> Node:
+        calls.append(None)
+        if len(calls) == 3:  # forward, backward, and here a repeat
+            submitted.append(thread.submit(act))
+            wait(submitted, timeout=0.2)
+        return ag.mul(x, 1.0)
+
+    return block
+
+
 def test_a_step_waits_for_the_repeat_that_another_thread_makes(task: Task, handle: amp.AmpHandle) -> None:
     """It would meet the gradients of a scale that is tried, and clear them while the next ones come."""
     calls, steps = list[None](), list[Future[None]]()
@@ -1021,13 +1036,7 @@ def test_a_step_waits_for_the_repeat_that_another_thread_makes(task: Task, handl
             task.optimizer.step()
             task.optimizer.zero_grad()
 
-        def block(x: Node) -> Node:
-            calls.append(None)
-            if len(calls) == 3:  # forward, backward, and here a repeat
-                steps.append(stepping.submit(step))
-                wait(steps, timeout=0.2)
-            return ag.mul(x, 1.0)
-
+        block = submitting(stepping, step, calls, steps)
         for _ in range(2):
             task.backward(handle, 2.0**-4)
             stepping.submit(step).result()
@@ -1054,12 +1063,7 @@ def test_gradients_are_cleared_after_the_repeat_that_another_thread_makes(
                 optimizer.step()
             optimizer.zero_grad()
 
-        def block(x: Node) -> Node:
-            calls.append(None)
-            if len(calls) == 3:  # forward, backward, and here a repeat
-                clears.append(clearing.submit(clear))
-                wait(clears, timeout=0.2)
-            return ag.mul(x, 1.0)
+        block = submitting(clearing, clear, calls, clears)
 
         def loss(size: float) -> Node:
             return ag.add(checkpointed(pair[0], block, size), pair[1].loss(size))
